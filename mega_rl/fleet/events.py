@@ -18,10 +18,19 @@ class Started(NamedTuple):
 
     engine: int
     life: int
+    slots: int | None = None  # responses that it samples at a time; None: it does not say
 
 
 class Loaded(NamedTuple):
     """The engine holds these weights, and they have been proved."""
+
+    engine: int
+    life: int
+    version: int
+
+
+class Arriving(NamedTuple):
+    """More of the weights that the engine was told to load has come to its node."""
 
     engine: int
     life: int
@@ -119,6 +128,7 @@ class Ticked(NamedTuple):
 Event = (
     Started
     | Loaded
+    | Arriving
     | Missed
     | Answered
     | Advanced

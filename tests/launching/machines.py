@@ -32,7 +32,8 @@ NETWORK = "10.77.0"  # of a bridge that nothing else is connected to
 BRIDGE = "switch"
 SEARCHED = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 OF_A_MACHINE = ("--net", "--mount", "--uts", "--ipc", "--pid")
-HOME = "/tmp/home"
+HOME = "/tmp/user"
+MORE = 8  # machines that may come later
 LISTEN = """
 import socket
 with socket.create_server(("", 4000)) as server:
@@ -91,7 +92,7 @@ class Machines:
         assert self._switch is not None and number not in self._all and number < len(self._names)
         told = {
             "name": self._names[number],
-            "hosts": "127.0.0.1 localhost\n" + "".join(f"{self.address(i)} {name}\n" for i, name in self._known()),
+            "hosts": "".join(f"{address} {name}\n" for address, name in self._known(number)),
             "shared": self._shared,
             "visible": [str(REPO), sys.prefix, sys.base_prefix],
         }
@@ -170,9 +171,11 @@ class Machines:
         if self._switch is not None:
             _end(self._switch)
 
-    def _known(self) -> Iterator[tuple[int, str]]:
-        """Names of all that there may be: machines that come later are known before."""
-        return enumerate([*self._names, *(f"machine{i}" for i in range(len(self._names), len(self._names) + 8))])
+    def _known(self, number: int) -> Iterator[tuple[str, str]]:
+        """What a machine takes names for: its own for an address of loopback, as Debian has it."""
+        yield "127.0.0.1", "localhost"
+        for other in range(len(self._names) + MORE):  # machines that come later are known before
+            yield "127.0.1.1" if other == number else self.address(other), f"machine{other}"
 
     def _in_switch(self) -> tuple[str, ...]:
         assert self._switch is not None

@@ -6,6 +6,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -15,12 +16,12 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import StoreForm
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.launching.training import STRUCK_LOG as LOG
 from tests.models.vision_models import MERGE, PATCH
-from tests.pretended.tokens import Response
+from tests.pretended.tokens import Response, first_logprobs
 
 PAUSE = ".pause"  # of a file beside the log: as long as it is there, engines make no step
 
@@ -30,6 +31,19 @@ def digest(parameters: Mapping[str, torch.Tensor]) -> int:
     for tensor in parameters.values():
         found = zlib.crc32(tensor.numpy().tobytes(), found)
     return found
+
+
+_STAMPS = count(2, 2)
+
+
+def sealed(store: Store, version: int) -> StoredVersion:
+    """What lies in the store's parameters as a version that is whole."""
+    parameters = [store.parameters(worker, version) for worker in range(len(store.form.workers))]
+    hashes = [
+        (plan.fixed.hashes_of(of_worker, store.form.salt), plan.slot.hashes_of(of_worker, store.form.salt))
+        for plan, of_worker in zip(store.form.plans, parameters, strict=True)
+    ]
+    return store.seal(version, next(_STAMPS), hashes)
 
 
 class PretendedEngine:
@@ -44,6 +58,8 @@ class PretendedEngine:
         self._digest = self._version = -1
         self._under_way: dict[int, Response] = {}
         self._number = 0
+
+    num_slots = 256
 
     @property
     def num_unfinished(self) -> int:
@@ -73,6 +89,9 @@ class PretendedEngine:
         write(self.live)
         self._version, self._digest = version, digest(self.live)
 
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return [first_logprobs(self._digest, prompt_ids, temperature)]
+
     def abandon(self) -> None:
         self._under_way.clear()
 
@@ -82,11 +101,12 @@ class PretendedProcess(EngineProcess):
 
     step_s = 0.02
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
         self._tensor_rank = tensor_rank
         is_pinned = spec.rollout.mode == "pinned"
         engine = PretendedEngine(self.step_s, self._shown, is_pinned)
         self._engine = self._sampler = engine  # type: ignore[assignment]
+        return self.engine.num_slots
 
     def attach(self, form: StoreForm) -> None:
         super().attach(form)
@@ -99,6 +119,7 @@ class PretendedProcess(EngineProcess):
 class PretendedKeptProcess(PretendedProcess, KeptEngine):
     """The same on a cluster of the user's own."""
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
-        super().start(spec, tensor_rank, point)
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
+        num_slots = super().start(spec, tensor_rank, point)
         self._digest = kept_engine.digest(spec)
+        return num_slots

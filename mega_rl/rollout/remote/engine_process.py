@@ -109,8 +109,8 @@ class EngineProcess:
         point, self._store = open_meeting(LOOPBACK, backend, size, spec.collective_timeout_s)
         return point
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
-        """Build the engine; returns when it can sample.
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
+        """Build the engine; returns when it can sample: how many responses at a time.
 
         Raises:
             InputError: as ``VLLMEngine``.
@@ -148,6 +148,7 @@ class EngineProcess:
         )
         if spec.episodes is not None:
             self._sampler = episodes_on(self._engine, spec.episodes(), tensor_rank, point.world_size)
+        return self._engine.num_slots
 
     @property
     def engine(self) -> ReceivingEngine:

@@ -9,8 +9,7 @@ Letters: T packed tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,10 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.config import RunConfig
+from mega_rl.errors import GateFailure
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import broadcast_object, gather_to_first, is_first
 from mega_rl.stages.learn.engine_distance import (
     Distance,
     Distances,
@@ -33,6 +33,7 @@ from mega_rl.stages.learn.engine_distance import (
     staleness_T,
     too_far,
 )
+from mega_rl.stages.learn.logprob_difference import LogprobDifference, difference, merged, over_ranks
 from mega_rl.types import Sample
 
 ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens; the coarser of the two types counts
@@ -50,64 +51,6 @@ GATES = {
 }
 RESUMED = ("ppo_kl", "ratio", "engine")  # of the first step of a resumed run
 RUNNING = ("engine",)  # of all other steps
-
-
-class GateFailure(RuntimeError):
-    """A step shows that the run would not learn what it is meant to."""
-
-
-@dataclass(frozen=True)
-class LogprobDifference:
-    """Where two log-probabilities of one micro-batch differ most, and by how much in all."""
-
-    largest: float  # nats; infinity if one of the two is not a number
-    total: float  # nats, sum over the learnt tokens
-    num_tokens: int  # learnt ones
-    sequence: int  # index into the list that was packed
-    position: int  # index among the learnt tokens of that sequence
-    token: int  # its id
-    values: tuple[float, float]
-
-
-def difference(
-    first_T: Tensor, second_T: Tensor, microbatch: Microbatch, counted_T: Tensor | None = None
-) -> LogprobDifference | None:
-    """The difference of two log-probabilities [T] over the learnt tokens; None without learnt tokens.
-
-    Args:
-        counted_T: the tokens that count, bool; None: all.
-    """
-    learnt_T = (microbatch.loss_mask != 0).cpu()
-    bounds = microbatch.cu_seqlens.tolist()
-    if counted_T is not None:
-        learnt_T &= counted_T
-    if not learnt_T.any():
-        return None
-    first_T, second_T = first_T.detach().cpu().double(), second_T.detach().cpu().double()
-    gap_T = torch.where(learnt_T, (first_T - second_T).abs(), 0.0).nan_to_num(nan=torch.inf)
-    place = int(gap_T.argmax())
-    place = place if learnt_T[place] else int(learnt_T.nonzero()[0])
-    starts = bounds[:-1]
-    row = max(i for i, start in enumerate(starts) if start <= place)
-    return LogprobDifference(
-        largest=float(gap_T[place]),
-        total=float(gap_T.sum()),
-        num_tokens=int(learnt_T.sum()),
-        sequence=microbatch.sequence_indices[row],
-        position=int(learnt_T[starts[row] : place].sum()),
-        token=int(microbatch.target_ids[place]),
-        values=(float(first_T[place]), float(second_T[place])),
-    )
-
-
-def merged(differences: Iterable[LogprobDifference | None]) -> LogprobDifference | None:
-    """Several micro-batches as one: the largest difference of all, and the sums."""
-    found = [part for part in differences if part is not None]
-    if not found:
-        return None
-    worst = max(found, key=lambda part: part.largest)
-    total, num_tokens = sum(part.total for part in found), sum(part.num_tokens for part in found)
-    return replace(worst, total=total, num_tokens=num_tokens)
 
 
 class GatedStep(NamedTuple):
@@ -228,12 +171,10 @@ class Gates:
         Raises:
             GateFailure: on every rank, if a gate that is not disabled does not hold.
         """
-        by_engine = self._compare(samples)
+        by_age, far = self._engines(self._compare(samples))
+        limits = self._limits(by_age)
         own = {name: merged(parts) if self.is_counted else None for name, parts in self.found.items()}
-        parts = gather_objects((own, by_engine if self.is_counted else {}))
-        worst = {name: merged(part[name] for part, _ in parts) for name in self.found}
-        by_engine = added(part for _, part in parts)
-        limits = self._limits(by_engine)
+        worst = over_ranks(own)
         values = {name: found.largest for name, found in worst.items() if found is not None}
         if worst["engine"] is not None:
             values["engine"] = distance = worst["engine"].total / worst["engine"].num_tokens
@@ -246,16 +187,25 @@ class Gates:
             for name, value in values.items()
             if not value <= self.tolerances[name] and name not in self.settings.disabled
         ]
-        far = [] if "engine" in self.settings.disabled else too_far(by_engine, limits)
         if failed or far:
             self._fail(failed, values, worst, samples, differing() if "reference" in failed else None, far)
         if worst["engine"] is not None:
             self.history.fresh.add(distance, self.sigma)
-        metrics = self._told(by_engine, limits)
+        metrics = self._told(by_age, limits)
         if self.names == RUNNING:
             return metrics
         self._say(values)
         return metrics if self.names == RESUMED else metrics | {f"gate/{name}": v for name, v in values.items()}
+
+    def _engines(self, own: Distances) -> tuple[dict[Group, Distance], list[TooFar]]:
+        """What all ranks found, by staleness, and what is too far; only rank 0 sees every engine. Collective."""
+        parts, verdict = gather_to_first(own if self.is_counted else {}), None
+        if is_first():
+            found = added(parts)
+            far = [] if "engine" in self.settings.disabled else too_far(found, self._limits(found))
+            verdict = added([found], lambda group: Group(None, group.staleness)), far
+        answer: tuple[dict[Group, Distance], list[TooFar]] = broadcast_object(verdict)
+        return answer
 
     def _limits(self, found: Distances) -> dict[int, float]:
         """By staleness of what was found: how far such tokens may be, nats per token; none of what cannot be."""
@@ -266,14 +216,13 @@ class Gates:
 
     def _told(self, found: Distances, limits: Mapping[int, float]) -> dict[str, float]:
         """Add the tokens of older weights to the history, and say if no others were compared; returns metrics."""
-        by_age = added([found], lambda group: Group(None, group.staleness))
-        for group, distance in by_age.items():
+        for group, distance in found.items():
             if group.staleness:
                 self.history.add(self.version, group.staleness, distance.mean)
-        num_compared = sum(distance.num_tokens for group, distance in by_age.items() if not group.staleness)
+        num_compared = sum(distance.num_tokens for group, distance in found.items() if not group.staleness)
         num_compared = num_compared if 0 in limits else 0
         if num_compared == 0:
-            ages = sorted(group.staleness for group in by_age if group.staleness)
+            ages = sorted(group.staleness for group in found if group.staleness)
             why = self.left_out.get("engine") or "no sample has the engine's log-probabilities"
             if ages:
                 why = (

@@ -15,19 +15,24 @@ import torch
 
 from mega_rl.bridge.series import Series
 from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.fleet.events import Load
 from mega_rl.fleet.executor import Requests
 from mega_rl.observe.pulse import Pulse
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
 from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.nodes import Arrival
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
 from mega_rl.types import Trajectory
+from tests.pretended.tokens import first_logprobs
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 OWN = Location(1, (3,))  # of a store
 PROOFS = ((b"fixed", b"of 0"), (b"fixed", b"of 1"))  # by worker
 PULSE_FILE = 5  # of every worker
+NUM_SLOTS = 1024  # responses that an engine says it takes at a time
 NUM_STEPS = 40  # of an engine for a response
 
 
@@ -123,8 +128,9 @@ class Worker:
         assert spec.rollout.vllm["load_format"] == "dummy", "weights come from the store"
         return "a meeting point"
 
-    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
+    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> int:
         assert rank == self.rank
+        return NUM_SLOTS
 
     def do_attach(self, form: StoreForm) -> None: ...
 
@@ -145,8 +151,12 @@ class Worker:
         self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
         return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
 
-    def do_rest(self) -> None:
+    def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return [first_logprobs(self.version, prompt_ids, temperature)]
+
+    def do_rest(self) -> int:
         self.todo.clear()
+        return NUM_SLOTS
 
     def answer(self, request: Request) -> Trajectory:
         tokens = [self.version + 1, request.prompt.index, request.seed]
@@ -164,7 +174,7 @@ class FakeRay:
         self._worker = worker
         self.workers: list[Worker] = []
         self.now = 0.0
-        self.arriving: list[Arriving] = []
+        self.arriving: list[tuple[float, Arrival]] = []  # when what is said of weights on their way
         self.groups: dict[str, str] = {}  # placement group -> its state
         self.util = SimpleNamespace(
             placement_group=self.placement_group,
@@ -193,8 +203,6 @@ class FakeRay:
         for worker in self.workers:
             worker.beat()
             worker.go_on()
-        for arriving in self.arriving:
-            arriving.look()
 
     def queue(self) -> PassingQueue:
         return PassingQueue(self)
@@ -243,8 +251,15 @@ class FakeNodes:
         found, self.met = self.met, None
         return found
 
-    def location(self, node: str, version: int, failed: Any = None) -> Location:
+    def location(self, load: Load, node: str, stored: StoredVersion) -> Location | None:
         return OWN
+
+    def heard(self) -> list[Arrival]:
+        found = [arrival for at, arrival in self._ray.arriving if self._ray.now >= at]
+        self._ray.arriving = [(at, arrival) for at, arrival in self._ray.arriving if self._ray.now < at]
+        return found
+
+    def done(self, engine: int) -> None: ...
 
     def check_own(self) -> None: ...
 
@@ -262,17 +277,14 @@ class FakeNodes:
             self._ray.workers[process].state = "gone"
 
 
-class Arriving(Answer):
-    """Ray's reference to a location, which is there at some time."""
+class KnowsAll(FleetChecks):
+    """Every version is known, and none has adapters."""
 
-    def __init__(self, ray: FakeRay, at: float, error: Exception | None = None) -> None:
-        super().__init__(OWN, error)
-        self._ray, self._at = ray, at
-        ray.arriving.append(self)
+    def __init__(self) -> None:
+        super().__init__(CheckPlan(50, 0.7, "float32", print))
 
-    def look(self) -> None:
-        if self._ray.now >= self._at:
-            self.come()
+    def held(self, version: int) -> Held:
+        return Held(version)
 
 
 def executor_on(
@@ -282,6 +294,7 @@ def executor_on(
     requests: Requests,
     stored: Mapping[int, StoredVersion],
     picture_set: Any = None,
+    checks: FleetChecks | None = None,
 ) -> RayExecutor:
     """A ``RayExecutor`` on this Ray, with its time, in a cluster of one host."""
     num_engines, size = rollout.num_engines, rollout.tensor_parallel_size
@@ -295,4 +308,4 @@ def executor_on(
         patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: ray.now))
     spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
     store = Store(StoreForm(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
-    return RayExecutor(spec, num_engines, requests, store, stored, picture_set=picture_set)
+    return RayExecutor(spec, num_engines, Work(requests, checks or KnowsAll(), picture_set), store, stored)

@@ -27,15 +27,15 @@ from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory
-from tests.pretended.engine_process import PretendedKeptProcess
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import PretendedKeptProcess, sealed
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=4)
@@ -65,11 +65,12 @@ class Trainer:
             Store(StoreForm(((NORM,),), torch.float32, 2, salt=os.getpid())),
             dict[int, StoredVersion](),
         )
+        self.checks = FleetChecks(CheckPlan(50, 0.7, "float32", print))
         self.put(first)
         rollout = RolloutConfig(placement="separate", num_engines=num_engines, mode="pinned")
         spec = EngineSpec(str(output_dir), rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         kept_by = leases.keeping(output_dir, lease_s=10_000)
-        self.executor = RayExecutor(spec, num_engines, requests, self.store, self.stored, kept_by)
+        self.executor = RayExecutor(spec, num_engines, Work(requests, self.checks), self.store, self.stored, kept_by)
         print(f"ATTACHED {self.executor.num_survivors}", flush=True)
         state: dict[str, Any] = {"format": STATE_VERSION, "trained": first, "steps": {}}
         self.scheduler = FleetScheduler(RULES, EngineLimits(restarts=1), range(num_engines), state)
@@ -78,6 +79,7 @@ class Trainer:
     def put(self, version: int) -> None:
         self.store.parameters(0, version)["model.norm.weight"].fill_(value(version))
         self.stored[version] = sealed(self.store, version)
+        self.checks.tell(Held(version))
 
     def processes(self) -> list[int]:
         return sorted(process for life in self.executor._lives.values() for process in life.processes)
