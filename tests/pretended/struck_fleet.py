@@ -17,9 +17,9 @@ from mega_rl.fleet import events
 from mega_rl.fleet.executor import Requests
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.remote import placement
-from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases, ray_executor
 from mega_rl.rollout.remote.fleet.calls import Life
+from mega_rl.rollout.remote.fleet.load_checks import LoadChecks
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 from mega_rl.stages.sampling import fleet_batches, sampling
@@ -131,7 +131,7 @@ class WatchedScheduler(FleetScheduler):
 
 
 def calm_executor(
-    spec: EngineSpec,
+    checks: LoadChecks,
     num_engines: int,
     requests: Requests,
     store: Store,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,9 @@ from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreFo
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Trajectory
+
+KERNEL_PACKAGES = ("torch", "triton", "vllm", "vllm-ascend", "flashinfer-python")
+KERNEL_WORDS = ("MOE", "FLASHINFER", "GEMM", "MARLIN", "QUANT", "CUTLASS", "AITER", "AMX", "SGL")
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,12 @@ class EngineProcess:
         mask = None if here.visible_devices_variable is None else os.environ.get(here.visible_devices_variable)
         return mask, here.actor_device(_assigned(), os.environ)
 
+    def kind(self, spec: EngineSpec) -> str:
+        """Device, programs and variables that decide which kernels an engine here takes, before it is started."""
+        here = _select(spec)
+        _, index = self.device(spec.platform_name)
+        return ", ".join([here.device_kind(index), *_versions(), *_kernel_variables()])
+
     def open(self, spec: EngineSpec) -> MeetingPoint:
         """The address at which the workers of this engine, all on one node, meet; only the first worker is asked."""
         backend = _select(spec).backend
@@ -122,6 +132,9 @@ class EngineProcess:
         )
         if spec.episodes is not None:
             self._sampler = episodes_on(self._engine, spec.episodes(), tensor_rank, point.world_size)
+
+    def accept(self) -> None:
+        """The trainer's word that engines of this kind load the model as it does: from here on this one serves."""
 
     @property
     def engine(self) -> ReceivingEngine:
@@ -236,6 +249,24 @@ def episodes_on(engine: ProbedSampler, plan: EpisodePlan, tensor_rank: int, engi
 
 def _select(spec: EngineSpec) -> platform.Platform:
     return platform.select(spec.platform_name, platform.engine_role(spec.rollout, spec.is_deterministic))
+
+
+def _versions() -> list[str]:
+    """Of the installed programs that choose and bring kernels."""
+    found = []
+    for name in KERNEL_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return found
+
+
+def _kernel_variables() -> list[str]:
+    """The variables by which vLLM is told of kernels."""
+    return [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("VLLM_") and any(word in name for word in KERNEL_WORDS)
+    ]
 
 
 def _assigned() -> dict[str, list[str]]:

@@ -6,13 +6,13 @@ import atexit
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mega_rl import platform
+from mega_rl.bridge.reshard.proof import Difference
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.errors import shortened
 from mega_rl.fleet.events import (
@@ -30,17 +30,16 @@ from mega_rl.fleet.events import (
     Started,
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
-from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
 from mega_rl.rollout.remote.fleet.kept_engine import PULSE
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
+from mega_rl.rollout.remote.fleet.load_checks import LoadChecks, own_load
 from mega_rl.rollout.remote.fleet.nodes import Nodes
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
-from mega_rl.rollout.vllm.start.options import without_weights
 
 LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
@@ -50,12 +49,16 @@ RETRY_S = 30.0  # between an engine without a place and the next try: restarts a
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
 
 
+def _said(event: Event, _: list[Any]) -> list[Event]:
+    return [event]
+
+
 class RayExecutor:
     """A ``FleetExecutor``: every engine is some actors, in a placement group that its next life uses again."""
 
     def __init__(
         self,
-        spec: EngineSpec,
+        checks: LoadChecks,
         num_engines: int,
         requests: Requests,
         store: Store,
@@ -66,6 +69,7 @@ class RayExecutor:
         """Find room for the engines; none is started.
 
         Args:
+            checks: what engines are started with, and which may serve.
             store: of this node.
             stored: what is in it, by version; a version is there before a ``Load`` names it, and may be gone when it
                 has come to the engine's node.
@@ -75,9 +79,8 @@ class RayExecutor:
         Raises:
             InputError: there is no Ray, or no room in its cluster.
         """
-        self._spec = replace(spec, rollout=without_weights(spec.rollout))  # which come from the store
-        self._requests, self._stored, self._picture_set = requests, stored, picture_set
-        size = spec.rollout.tensor_parallel_size
+        self._checks, self._requests, self._stored, self._picture_set = checks, requests, stored, picture_set
+        size = checks.spec.rollout.tensor_parallel_size
         self._ray, self._logs = connected_ray(num_engines * size)
         options = platform.current().actor_options
         self._lives: dict[int, Life] = {}
@@ -86,7 +89,7 @@ class RayExecutor:
         self._placeless: dict[int, tuple[float, Died]] = {}  # engine -> when its death is told
         check_room(nodes(self._ray), bundle(options), num_engines, size)
         place = self._ray, num_engines, size, options
-        self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, self._spec, kept_by)
+        self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, checks.spec, kept_by)
         self._nodes = Nodes(self._ray, store)
         atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
 
@@ -113,6 +116,8 @@ class RayExecutor:
             return
         if isinstance(decision, Kill):
             self._kill(decision.engine)
+            for waiting in self._checks.abandoned():
+                self._begin_anew(Start(waiting.engine, waiting.number))
         elif isinstance(decision, Load):
             self._said += self._load(decision, life)
         else:
@@ -185,20 +190,44 @@ class RayExecutor:
             return
         try:
             with self._of_places():
-                workers, spec = self._places.workers(engine), self._spec
+                workers = self._places.workers(engine)
         except PlacesError as error:
             died = Died(engine, decision.life, f"it has no place: {error}")
             self._placeless[engine] = time.monotonic() + RETRY_S, died
             return
         life = self._lives[engine] = Life(engine, decision.life, workers)
         self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
-        point = workers[0].open.remote(spec)  # Ray gives its answer to the others
-        starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
-        self._calls.wait(life, "starting", starts, lambda _: [Started(engine, decision.life)])
+        self._calls.ask(life, "starting", "kind", self._checks.spec, then=partial(self._has_kind, life))
+
+    def _has_kind(self, life: Life, found: list[str]) -> list[Event]:
+        spec = self._checks.spec_of(life, " and ".join(dict.fromkeys(found)))
+        point = life.workers[0].open.remote(spec)  # Ray gives its answer to the others
+        starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(life.workers)]
+        self._calls.wait(life, "starting", starts, partial(self._has_started, life))
+        return []
+
+    def _has_started(self, life: Life, _: list[Any]) -> list[Event]:
+        questions = self._checks.questions(life, self._nodes.form)
+        if questions is None:
+            return self._accept(self._checks.started(life))
+        pairs = zip(life.workers, questions, strict=True)
+        answers = [worker.inspect.remote(own_load, *question) for worker, question in pairs]
+        self._calls.wait(life, "showing what it has loaded", answers, partial(self._has_shown, life))
+        return []
+
+    def _has_shown(self, life: Life, found: list[str | Difference]) -> list[Event]:
+        return self._accept(self._checks.compared(life, found))
+
+    def _accept(self, lives: Sequence[Life]) -> list[Event]:
+        for life in lives:
+            begins = Started(life.engine, life.number)
+            self._calls.ask(life, "starting", "accept", then=partial(_said, begins))
+        return []
 
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
 
+        Only an engine that the trainer before has accepted is one, so what engines of its kind load was compared.
         It has said that it is there, but in a thread beside the one that works, which may be stuck.
         """
         engine = decision.engine
@@ -227,6 +256,7 @@ class RayExecutor:
         self._places.check()
         life = self._lives.pop(engine)
         self._calls.drop(life)
+        self._checks.left(life)
         if life.processes:
             self._nodes.kill(life.node, life.processes)
         if life.loading is not None:

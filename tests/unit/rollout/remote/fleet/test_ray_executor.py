@@ -14,20 +14,28 @@ import pytest
 import torch
 
 from mega_rl import platform
-from mega_rl.bridge.series import Series
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.reshard.proof import LoadProof
+from mega_rl.bridge.series import Series, slices_of
+from mega_rl.bridge.slices import Box, indices, whole
 from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import PlacesError
 from mega_rl.fleet.scheduler import FleetScheduler
+from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.models.shape import ModelShape
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import calls, places, ray_executor as under_test
+from mega_rl.rollout.remote.fleet.load_checks import LoadChecks
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
 from mega_rl.types import Prompt, Trajectory
+from tests.distributed.bridge.test_bridge_execute import local_parameters
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=3)
@@ -90,6 +98,13 @@ class Worker:
     calls: list[tuple[str, tuple[Any, ...], Answer]] = field(default_factory=list)
     todo: dict[tuple[int, int], tuple[Request, int]] = field(default_factory=dict)  # ticket -> request, steps left
     shown: list[Any] = field(default_factory=list)  # prompts of requests, and what came beside them
+    card: str = "card A"
+    layout: Sequence[Series] = ()
+    model: dict[str, torch.Tensor] = field(default_factory=dict)  # the files in model.path
+    live: dict[str, torch.Tensor] = field(default_factory=dict)
+    spec: EngineSpec | None = None
+    is_accepted: bool = False
+    rearrange: Callable[[dict[str, torch.Tensor]], None] = lambda live: None  # once weights are loaded
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -119,15 +134,32 @@ class Worker:
     def do_whereabouts(self) -> tuple[str, int]:
         return "own", self.process
 
+    def do_kind(self, spec: EngineSpec) -> str:
+        return self.card
+
     def do_open(self, spec: EngineSpec) -> str:
-        assert spec.rollout.vllm["load_format"] == "dummy", "weights come from the store"
         return "a meeting point"
+
+    @property
+    def has_read(self) -> bool:
+        """Whether it has loaded weights by itself."""
+        return self.spec is not None and "load_format" not in self.spec.rollout.vllm
 
     def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
         assert rank == self.rank
+        self.spec = spec
+        self.live = local_parameters(slices_of(self.layout), self.model if self.has_read else None, torch.float32)
+        self.rearrange(self.live)
+
+    def do_inspect(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.live, *arguments)
+
+    def do_accept(self) -> None:
+        self.is_accepted = True
 
     def do_load(self, form: StoreForm, location: Any, stored: StoredVersion) -> None:
         assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
+        assert self.is_accepted, "weights for an engine of whose kind it is not known how they lie"
         self.version = stored.version
 
     def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
@@ -163,6 +195,8 @@ class FakeRay:
         self.workers: list[Worker] = []
         self.now = 0.0
         self.arriving: list[Arriving] = []
+        self.layout: list[list[Series]] = []  # of an engine, by worker
+        self.model: dict[str, torch.Tensor] = {}
         self.groups: dict[str, str] = {}  # placement group -> its state
         self.util = SimpleNamespace(
             placement_group=self.placement_group,
@@ -182,7 +216,9 @@ class FakeRay:
         return [{"NodeID": "own", "NodeManagerAddress": "10.0.0.7"}]
 
     def spawn(self, ray: Any, group: str, size: int, options: Any, call_groups: Any) -> list[Worker]:
-        found = [Worker(len(self.workers) + rank, rank) for rank in range(size)]
+        found = [
+            Worker(len(self.workers) + rank, rank, layout=self.layout[rank], model=self.model) for rank in range(size)
+        ]
         self.workers += found
         return found
 
@@ -273,7 +309,19 @@ def requests(key: Key, samples: Sequence[int]) -> list[Request]:
 class Run:
     """A scheduler and the executor of two engines."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 1, picture_set: Any = None) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        size: int = 1,
+        picture_set: Any = None,
+        shape: ModelShape | None = None,
+        trained: int = 0,
+    ) -> None:
+        """
+        Args:
+            shape: of the engines' model; None: it has one weight.
+            trained: steps that a trainer before has made.
+        """
         platform.select("cpu")
         self.ray, self.told, self.batches = FakeRay(), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
@@ -288,10 +336,23 @@ class Run:
             monkeypatch.setattr(module, "time", clock)  # of these alone: threads of other tests have the time too
         rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
         spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
-        store = Store(StoreForm(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
-        self.stored = {0: StoredVersion(0, [])}
-        self.executor = RayExecutor(spec, 2, requests, store, self.stored, picture_set=picture_set)
-        self.scheduler = FleetScheduler(RULES, LIMITS, range(2))
+        sizes = {NORM.hf_name: (5,)} if shape is None else hf_tensors(shape)
+        self.ray.layout = [[NORM] if shape is None else vllm_series(shape, size, worker) for worker in range(size)]
+        generator = torch.Generator().manual_seed(0)
+        self.ray.model = {name: torch.randn(extents, generator=generator) for name, extents in sizes.items()}
+
+        def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+            return self.ray.model[hf_name][indices(hf_box)]
+
+        held = [whole(name, name, extents) for name, extents in sizes.items()]
+        proof = LoadProof(sizes, held, self.ray.layout, 1, read)
+        self.said: list[str] = []
+        checks = LoadChecks(spec, proof, self.said.append)
+        store = Store(StoreForm(tuple(map(tuple, self.ray.layout)), torch.float32, num_slots=2, salt=1))
+        self.stored = {trained: StoredVersion(trained, [])}
+        self.executor = RayExecutor(checks, 2, requests, store, self.stored, picture_set=picture_set)
+        state: dict[str, Any] = {"format": STATE_VERSION, "trained": trained, "steps": {}}
+        self.scheduler = FleetScheduler(RULES, LIMITS, range(2), state if trained else None)
 
     def go(self) -> events.Finish:
         todo = list(self.scheduler.begin(self.ray.now))
@@ -324,11 +385,16 @@ class Run:
         """Why engines were ended before the run was."""
         return [d.why for d in self.told if isinstance(d, events.Kill)]
 
+    def readers(self) -> list[Worker]:
+        """The workers that have loaded weights by themselves."""
+        return [worker for worker in self.ray.workers if worker.has_read]
+
 
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     run = Run(monkeypatch)
     assert not run.go().is_failure and not run.whys()[:-2], run.whys()
     assert [batch[0][0][0][0] for batch in run.batches] == [1, 2, 3], "each step has weights of its own"
+    assert run.readers() == run.ray.workers[:1] and len(run.ray.workers) == 2, "the first of a kind loads, no other"
     return run.batches
 
 
