@@ -48,7 +48,7 @@ class Answered(NamedTuple):
 
 
 class Advanced(NamedTuple):
-    """A part of a response, for an engine that dies before its end; of tickets that are not pinned only."""
+    """A part of a response, for an engine that dies before its end; of pinned tickets it is only progress."""
 
     engine: int
     life: int

@@ -136,7 +136,8 @@ class FleetScheduler:
         engine, attempt = self._known(event.engine, event.life), self.window.attempt(event.attempt, event.sample)
         if engine is not None and attempt is not None:
             engine.since_s = now
-            self.window.advance(attempt, event.sample, event.prefix)
+            if not self.rules.is_pinned_step(attempt.key.step):  # those have the tokens of one undisturbed engine
+                self.window.advance(attempt, event.sample, event.prefix)
 
     def _pulsed(self, event: events.Pulsed, now: float) -> None:
         engine = self._known(event.engine, event.life)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mega_rl.fleet import events
 from mega_rl.fleet.executor import Requests, Whereabouts
+from mega_rl.rollout.partial import PartialResponse
 from tests.pretended.samplers import Weights
 from tests.pretended.tokens import Response
 
@@ -60,7 +61,9 @@ class PretendedExecutor:
             self.num_issued += len(decision.samples)
             made = self._requests(decision.key, decision.samples)
             for sample, request, prefix in zip(decision.samples, made, decision.prefixes, strict=True):
-                engine.under_way[decision.attempt, sample] = Response.of(request, decision.key.step, prefix)
+                engine.under_way[decision.attempt, sample] = Response.of(
+                    request, decision.key.step, prefix and prefix.trajectory()
+                )
 
     def events(self, wait_s: float) -> list[events.Event]:
         if self._engines and self._random.randrange(1000) < self._death:
@@ -95,7 +98,8 @@ class PretendedExecutor:
                 oldest = found.spans[0].version
                 self._said.append(events.Answered(name, engine.life, attempt, sample, oldest, found))
             elif not self._is_pinned:
-                self._said.append(events.Advanced(name, engine.life, attempt, sample, response.trajectory("")))
+                so_far = PartialResponse.of(response.trajectory(""))
+                self._said.append(events.Advanced(name, engine.life, attempt, sample, so_far))
 
     def has_begun(self, step: int) -> bool:
         """Whether an engine has tokens of a response of this step; called by any thread."""

@@ -24,6 +24,7 @@ from mega_rl.parallel.store import LOOPBACK
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
 from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
+from mega_rl.rollout.partial import ResponsePiece
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.attached_store import AttachedStore
 from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm, take
@@ -64,6 +65,7 @@ class EngineProcess:
         self._tensor_rank = 0
         self._num_steps = 0  # of the engine, in ``proceed``
         self._tickets: dict[int, tuple[int, int]] = {}  # request's number -> attempt and sample of its ticket
+        self._told: dict[int, int] = {}  # request's number -> tokens that ``grown`` has returned
         self._weights = AttachedStore()
         self._shown: dict[str, Pixels] = {}  # the pictures of the requests that are being taken
 
@@ -218,6 +220,18 @@ class EngineProcess:
             self._num_steps += 1
         answers = [(self._tickets.pop(number), one) for number, one in ended]
         return [] if self._tensor_rank else [(*ticket, one) for ticket, one in answers if isinstance(one, Trajectory)]
+
+    def grown(self, least: int) -> list[tuple[int, int, ResponsePiece]]:
+        """What responses that ``issue`` began have got since this was last asked: (attempt, sample, piece).
+
+        On the engine's first worker only, of single turns, and of those that have at least so many new tokens.
+        """
+        if self._tensor_rank or self._sampler is not self._engine:
+            return []
+        found = self.engine.grown(self._told, least)
+        self._told |= {number: piece.first + piece.num_tokens for number, piece in found.items()}
+        self._told = {number: told for number, told in self._told.items() if number in self._tickets}
+        return [(*self._tickets[number], piece) for number, piece in found.items()]
 
     def pulse(self) -> int:
         """Steps that the engine has made so far. Answers while another thread samples or loads."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.rollout.partial import ResponsePiece, piece_of
 from mega_rl.rollout.receiver import Link
+from mega_rl.rollout.requests import resumed
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.start.environment import set_environment
 from mega_rl.rollout.vllm.start.options import TRANSFER_BACKEND
 from mega_rl.rollout.vllm.start.seeing import Sight
-from mega_rl.rollout.vllm.start.versions import start_arguments
+from mega_rl.rollout.vllm.start.versions import outputs_so_far, start_arguments
+from mega_rl.types import Span
 
 
 class ReceivingEngine(VLLMEngine):
@@ -50,6 +54,24 @@ class ReceivingEngine(VLLMEngine):
         self._llm.start_weight_update(**start_arguments(self._llm.start_weight_update))
         self._llm.update_weights({"update_info": {}})
         self._llm.finish_weight_update()
+
+    def grown(self, told: Mapping[int, int], least: int) -> dict[int, ResponsePiece]:
+        """What responses under way have got, by number: of those that have at least so many tokens that are new.
+
+        Args:
+            told: tokens of each that are known; of those that are not in it: none.
+            least: 1 or more.
+        """
+        found = {}
+        for output in outputs_so_far(self._llm):
+            number, (answer,) = int(output.request_id), output.outputs
+            first, length, request = told.get(number, 0), len(answer.token_ids), self._under_way[number]
+            if length - first < least or not request.with_logprobs:
+                continue
+            num_prompt = len(resumed(request).prompt.token_ids)
+            spans = self._changes.spans_so_far(number, num_prompt + length) or (Span(num_prompt, self._version),)
+            found[number] = piece_of(first, answer.token_ids, answer.logprobs.logprobs, spans)
+        return found
 
     def abandon(self) -> None:
         """Drop all that is under way; nothing is returned for it."""

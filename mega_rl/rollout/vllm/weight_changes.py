@@ -70,13 +70,15 @@ class WeightChanges:
 
     def told(self, number: int, trajectory: Trajectory) -> Trajectory:
         """The trajectory of a response that has ended, with its spans."""
-        self._given.pop(number, None)
-        spans = self._spans.pop(number, None)
-        if spans is None:
-            return trajectory
+        spans = self.spans_so_far(number, len(trajectory.token_ids))
+        self.forget([number])
+        return trajectory if spans is None else dataclasses.replace(trajectory, spans=spans)
+
+    def spans_so_far(self, number: int, num_tokens: int) -> tuple[Span, ...] | None:
+        """Of a response's first tokens, those of its prompt counted too; None: its weights have not changed."""
+        spans = self._spans.get(number)
         # A step that was under way as weights changed counted as a token, and may have been beyond the last one.
-        found = tuple(span for span in spans if span.start < len(trajectory.token_ids))
-        return dataclasses.replace(trajectory, spans=found)
+        return None if spans is None else tuple(span for span in spans if span.start < num_tokens)
 
     def forget(self, numbers: Iterable[int] | None = None) -> None:
         """These requests were dropped; None: all."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from mega_rl.errors import InputError
 from mega_rl.fleet.events import Died, Event
+from mega_rl.rollout.remote.fleet.partial_responses import PartialResponses
 
 
 @dataclass(eq=False)
@@ -31,6 +32,7 @@ class Life:
     num_sampling: int = 0  # calls to sample on that have no answer yet
     pulsed_s: float = -math.inf  # when it was last asked how far it is
     is_asked: bool = False  # and has not answered
+    partial: PartialResponses = field(default_factory=PartialResponses)
     calls: set[EngineCall] = field(default_factory=set)  # that wait for answers
 
 

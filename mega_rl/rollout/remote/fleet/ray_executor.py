@@ -36,6 +36,7 @@ from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
 from mega_rl.rollout.remote.fleet.load_checks import LoadChecks, own_load
 from mega_rl.rollout.remote.fleet.nodes import Nodes
+from mega_rl.rollout.remote.fleet.partial_responses import LEAST_TOKENS
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
@@ -79,8 +80,12 @@ class RayExecutor:
         Raises:
             InputError: there is no Ray, or no room in its cluster.
         """
+        spec = checks.spec
         self._checks, self._requests, self._stored, self._picture_set = checks, requests, stored, picture_set
-        size = checks.spec.rollout.tensor_parallel_size
+        # What an engine has of a response is asked for where another one may go on with it: an environment cannot be
+        # moved, and a string that ends a response may begin in what one engine has and end in what the next adds.
+        self._tells = spec.rollout.mode == "in_flight" and spec.episodes is None and not spec.rollout.stop
+        size = spec.rollout.tensor_parallel_size
         self._ray, self._logs = connected_ray(num_engines * size)
         options = platform.current().actor_options
         self._lives: dict[int, Life] = {}
@@ -89,7 +94,7 @@ class RayExecutor:
         self._placeless: dict[int, tuple[float, Died]] = {}  # engine -> when its death is told
         check_room(nodes(self._ray), bundle(options), num_engines, size)
         place = self._ray, num_engines, size, options
-        self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, checks.spec, kept_by)
+        self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, spec, kept_by)
         self._nodes = Nodes(self._ray, store)
         atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
 
@@ -293,6 +298,8 @@ class RayExecutor:
 
     def _issue(self, decision: Issue, life: Life) -> None:
         requests = self._requests(decision.key, decision.samples)
+        if self._tells and decision.key.step >= 0:  # a validation is pinned
+            requests = life.partial.begin(decision, requests, time.monotonic())
         life.load += len(requests)
         shown = (
             self._picture_set.encoded(request.prompt for request in requests) if self._picture_set is not None else {}
@@ -307,6 +314,10 @@ class RayExecutor:
         while life.load and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
             self._calls.ask(life, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
+        if life.partial.is_due(time.monotonic()):
+            life.partial.ask(time.monotonic())
+            then = partial(self._has_grown, engine, life)
+            self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
         is_busy = life.load or life.loading is not None
         if is_busy and not life.is_asked and time.monotonic() >= life.pulsed_s + PULSE_S:
             life.is_asked, life.pulsed_s = True, time.monotonic()
@@ -320,10 +331,15 @@ class RayExecutor:
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         life.num_sampling -= 1
         life.load -= len(answers[0])
+        for attempt, sample, _ in answers[0]:
+            life.partial.end(attempt, sample)
         return [
             Answered(engine, life.number, attempt, sample, trajectory.spans[0].version, trajectory)
             for attempt, sample, trajectory in answers[0]
         ]
+
+    def _has_grown(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
+        return [*life.partial.grow(engine, life.number, answers[0])]
 
     def _has_pulsed(self, engine: int, life: Life, answers: list[int]) -> list[Event]:
         life.is_asked = False

@@ -223,15 +223,20 @@ def num_sampled_tokens(llm: Any) -> dict[str, int]:
     return {external_name(name): r.num_output_tokens + r.num_output_placeholders for name, r in requests.items()}
 
 
+def outputs_so_far(llm: Any) -> list[Any]:
+    """What each unfinished request of an engine in this process has, as if it ended here; all of them go on."""
+    from vllm.v1.engine import FinishReason
+
+    states = llm.llm_engine.output_processor.request_states
+    return [state.make_request_output([], None, FinishReason.ABORT, None) for state in states.values()]
+
+
 def taken_out(llm: Any) -> list[Any]:
     """Take all requests out of an engine in this process; returns what each has so far, as vLLM's outputs.
 
     Nothing of them runs afterwards: an accelerator may still compute a batch ahead, whose tokens are lost.
     """
-    from vllm.v1.engine import FinishReason
-
-    states = llm.llm_engine.output_processor.request_states
-    outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states.values()]
+    outputs = outputs_so_far(llm)
     llm.llm_engine.abort_request([output.request_id for output in outputs])
     core = llm.llm_engine.engine_core.engine_core
     while core.scheduler.has_requests() or core.batch_queue:

@@ -191,7 +191,8 @@ class FakeRay:
 
     exceptions = SimpleNamespace(RayActorError=ActorGone, RayTaskError=TaskFailed, RayError=LaterError)
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Callable[[int, int], Worker] = Worker) -> None:
+        self._worker = worker
         self.workers: list[Worker] = []
         self.now = 0.0
         self.arriving: list[Arriving] = []
@@ -216,9 +217,9 @@ class FakeRay:
         return [{"NodeID": "own", "NodeManagerAddress": "10.0.0.7"}]
 
     def spawn(self, ray: Any, group: str, size: int, options: Any, call_groups: Any) -> list[Worker]:
-        found = [
-            Worker(len(self.workers) + rank, rank, layout=self.layout[rank], model=self.model) for rank in range(size)
-        ]
+        found = [self._worker(len(self.workers) + rank, rank) for rank in range(size)]
+        for worker in found:
+            worker.layout, worker.model = self.layout[worker.rank], self.model
         self.workers += found
         return found
 
@@ -314,6 +315,8 @@ class Run:
         monkeypatch: pytest.MonkeyPatch,
         size: int = 1,
         picture_set: Any = None,
+        rules: Rules = RULES,
+        worker: Callable[[int, int], Worker] = Worker,
         shape: ModelShape | None = None,
         trained: int = 0,
     ) -> None:
@@ -323,7 +326,7 @@ class Run:
             trained: steps that a trainer before has made.
         """
         platform.select("cpu")
-        self.ray, self.told, self.batches = FakeRay(), [], []
+        self.ray, self.told, self.batches = FakeRay(worker), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
         monkeypatch.setattr(under_test, "connected_ray", lambda num_workers: (self.ray, None))
         monkeypatch.setattr(under_test, "nodes", lambda ray: [{"CPU": 2.0 * size}])
@@ -334,10 +337,11 @@ class Run:
         monkeypatch.setattr(calls, "SimpleQueue", self.ray.queue)
         for module in (under_test, calls):
             monkeypatch.setattr(module, "time", clock)  # of these alone: threads of other tests have the time too
-        rollout = RolloutConfig(placement="separate", num_engines=2, tensor_parallel_size=size)
+        mode: Any = "pinned" if rules.is_pinned else "in_flight"
+        rollout = RolloutConfig(mode=mode, placement="separate", num_engines=2, tensor_parallel_size=size)
         spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         sizes = {NORM.hf_name: (5,)} if shape is None else hf_tensors(shape)
-        self.ray.layout = [[NORM] if shape is None else vllm_series(shape, size, worker) for worker in range(size)]
+        self.ray.layout = [[NORM] if shape is None else vllm_series(shape, size, rank) for rank in range(size)]
         generator = torch.Generator().manual_seed(0)
         self.ray.model = {name: torch.randn(extents, generator=generator) for name, extents in sizes.items()}
 
@@ -352,7 +356,7 @@ class Run:
         self.stored = {trained: StoredVersion(trained, [])}
         self.executor = RayExecutor(checks, 2, requests, store, self.stored, picture_set=picture_set)
         state: dict[str, Any] = {"format": STATE_VERSION, "trained": trained, "steps": {}}
-        self.scheduler = FleetScheduler(RULES, LIMITS, range(2), state if trained else None)
+        self.scheduler = FleetScheduler(rules, LIMITS, range(2), state if trained else None)
 
     def go(self) -> events.Finish:
         todo = list(self.scheduler.begin(self.ray.now))
