@@ -21,6 +21,7 @@ from mega_rl.config.schema.sections import TrainerConfig
 from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
+from mega_rl.platform.contract.versions import installed
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
 from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
@@ -32,7 +33,8 @@ from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Trajectory
 
-KERNEL_PACKAGES = ("torch", "triton", "vllm", "vllm-ascend", "flashinfer-python")
+KERNEL_COMPONENTS = ("torch", "cann", "vllm", "vllm-ascend", "triton-ascend")
+KERNEL_PACKAGES = ("triton", "flashinfer-python")
 KERNEL_WORDS = ("MOE", "FLASHINFER", "GEMM", "MARLIN", "QUANT", "CUTLASS", "AITER", "AMX", "SGL")
 
 
@@ -267,11 +269,12 @@ def _select(spec: EngineSpec) -> platform.Platform:
 
 def _versions() -> list[str]:
     """Of the installed programs that choose and bring kernels."""
-    found = []
+    known = installed()
+    found = {name: known[name] for name in KERNEL_COMPONENTS}
     for name in KERNEL_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return found
+            found[name] = importlib.metadata.version(name)
+    return [f"{name} {version}" for name, version in found.items() if version is not None]
 
 
 def _kernel_variables() -> list[str]:

@@ -8,6 +8,7 @@ makes of the exported weights.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -83,6 +84,13 @@ def test_trainer_and_engine_agree_and_rewards_see(world: Path) -> None:
             num_red = row["score"]["parts"]["num_red"]
             assert num_red == {0: 0.0, 1: float(row["prompt"]["ground_truth"] == "red"), 2: 1.0}[pictures]
     assert with_both > 0
+
+
+def test_the_engine_has_shown_what_it_loads(world: Path) -> None:
+    """Tower and experts included."""
+    log = (world / "run" / "run.log").read_text()
+    kinds = re.findall(r"engine 0 of kind (.*) holds model.path as the trainer does$", log, re.MULTILINE)
+    assert len(kinds) == 1 and "torch 2." in kinds[0] and "vllm 0." in kinds[0]
 
 
 def test_pictures_stand_beside_their_samples(world: Path) -> None:

@@ -20,7 +20,6 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.errors import InputError
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet.calls import Life
-from mega_rl.rollout.remote.weight_store import StoreForm
 from mega_rl.rollout.vllm.start.options import without_weights
 
 REMEDY = (
@@ -83,12 +82,14 @@ class LoadChecks:
         self._loading[kind] = life
         return self._loading_spec
 
-    def questions(self, life: Life, form: StoreForm) -> list[tuple[object, ...]] | None:
+    def questions(
+        self, life: Life, written: Sequence[Sequence[Series]], dtype: torch.dtype
+    ) -> list[tuple[object, ...]] | None:
         """The arguments of ``own_load`` for each worker of an engine that has started; None: it has loaded nothing."""
         if self._loading.get(self._kinds[life]) is not life:
             return None
-        pairs = zip(form.workers, self._proof.questions, strict=True)
-        return [(written, form.dtype, *question) for written, question in pairs]
+        pairs = zip(written, self._proof.questions, strict=True)
+        return [(of_worker, dtype, *question) for of_worker, question in pairs]
 
     def started(self, life: Life) -> list[Life]:
         """The engines that may serve, now that this one has started without weights: itself, or none yet."""

@@ -212,7 +212,8 @@ class RayExecutor:
         return []
 
     def _has_started(self, life: Life, _: list[Any]) -> list[Event]:
-        questions = self._checks.questions(life, self._nodes.form)
+        form = self._nodes.form
+        questions = self._checks.questions(life, form.workers, form.dtype)
         if questions is None:
             return self._accept(self._checks.started(life))
         pairs = zip(life.workers, questions, strict=True)
