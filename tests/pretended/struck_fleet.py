@@ -19,8 +19,8 @@ from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.remote import placement
 from mega_rl.rollout.remote.fleet import leases, ray_executor
 from mega_rl.rollout.remote.fleet.calls import Life
-from mega_rl.rollout.remote.fleet.load_checks import LoadChecks
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.load_checks import LoadChecks
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 from mega_rl.stages.sampling import fleet_batches, sampling
 from mega_rl.stages.sampling.batch_builder import Batch
@@ -88,6 +88,7 @@ class PatientExecutor(RayExecutor):
         super().carry(decision)
 
     def events(self, wait_s: float) -> list[events.Event]:
+        self._to_ask |= self._lives  # whoever was not asked the last time
         said = super().events(wait_s)
         for event in said:
             if isinstance(event, events.Answered):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from mega_rl import platform
 from mega_rl.bridge.mapping.vllm_slots import Slots
 from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.config.schema.sections import TrainerConfig
+from mega_rl.observe.pulse import PulseWriter
 from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
@@ -57,6 +58,14 @@ class EngineSpec:
     connects_on_use: bool = field(default_factory=connects_on_use)  # gloo, in the trainer, which makes this
 
 
+class WorkerPlace(NamedTuple):
+    """Where a worker of an engine is."""
+
+    node: str  # in Ray's words
+    process: int
+    pulse: int  # the number of a file of the process, for ``read_pulse``
+
+
 class EngineProcess:
     """One tensor-parallel worker: the workers of an engine are given the same calls in the same order."""
 
@@ -66,14 +75,16 @@ class EngineProcess:
         self._sampler: ReceivingEngine | EpisodeSampler | None = None  # of tickets: the engine, or episodes on it
         self._tensor_rank = 0
         self._num_steps = 0  # of the engine, in ``proceed``
+        self._pulse: PulseWriter | None = None
         self._tickets: dict[int, tuple[int, int]] = {}  # request's number -> attempt and sample of its ticket
         self._told: dict[int, int] = {}  # request's number -> tokens that ``grown`` has returned
         self._weights = AttachedStore()
         self._shown: dict[str, Pixels] = {}  # the pictures of the requests that are being taken
 
-    def whereabouts(self) -> tuple[str, int]:
-        """This process's node in Ray's words, and its number there."""
-        return _runtime().get_node_id(), os.getpid()
+    def whereabouts(self) -> WorkerPlace:
+        """Where this process is; from now on it shows there how far it is."""
+        self._pulse = self._pulse or PulseWriter(lambda: self._num_steps)
+        return WorkerPlace(_runtime().get_node_id(), os.getpid(), self._pulse.file)
 
     def process_id(self) -> int:
         return os.getpid()
@@ -234,10 +245,6 @@ class EngineProcess:
         self._told |= {number: piece.first + piece.num_tokens for number, piece in found.items()}
         self._told = {number: told for number, told in self._told.items() if number in self._tickets}
         return [(*self._tickets[number], piece) for number, piece in found.items()]
-
-    def pulse(self) -> int:
-        """Steps that the engine has made so far. Answers while another thread samples or loads."""
-        return self._num_steps
 
     def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
         """Take a version from the store of this node, and prove it; requests under way go on with it.

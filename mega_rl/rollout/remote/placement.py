@@ -171,16 +171,10 @@ def wait_for_room(ray: Any, group: Any, size: int, worker: Mapping[str, float]) 
     return group
 
 
-def spawn(
-    ray: Any, group: Any, size: int, actor_options: Mapping[str, Any], call_groups: Mapping[str, int] | None = None
-) -> list[Any]:
-    """An actor in every place of a placement group.
-
-    Args:
-        call_groups: by name, sets of calls that do not wait for others, and how many calls of each may run at a time.
-    """
+def spawn(ray: Any, group: Any, size: int, actor_options: Mapping[str, Any]) -> list[Any]:
+    """An actor in every place of a placement group."""
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    remote_class = ray.remote(concurrency_groups=dict(call_groups or {}))(EngineProcess)
+    remote_class = ray.remote(EngineProcess)
     return [
         remote_class.options(**actor_options, scheduling_strategy=strategy(group, part)).remote()
         for part in range(size)

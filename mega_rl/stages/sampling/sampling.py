@@ -15,9 +15,9 @@ from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.replay import RecordedExecutor, Records
 from mega_rl.rollout.remote.fleet.leases import keeping
-from mega_rl.rollout.remote.fleet.load_checks import LoadChecks
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink
+from mega_rl.rollout.remote.load_checks import LoadChecks
 from mega_rl.rollout.remote.sink import remote_layout
 from mega_rl.stages.run.episodes import plan_there, with_episodes
 from mega_rl.stages.run.sampling_job import SamplingJob

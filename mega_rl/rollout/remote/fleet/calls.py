@@ -15,6 +15,7 @@ from typing import Any
 
 from mega_rl.errors import InputError
 from mega_rl.fleet.events import Died, Event
+from mega_rl.observe.pulse import Pulse
 from mega_rl.rollout.remote.fleet.partial_responses import PartialResponses
 
 
@@ -30,10 +31,15 @@ class Life:
     loading: int | None = None  # the version that it has been told to load
     load: int = 0  # responses under way
     num_sampling: int = 0  # calls to sample on that have no answer yet
-    pulsed_s: float = -math.inf  # when it was last asked how far it is
-    is_asked: bool = False  # and has not answered
+    pulses_at: list[tuple[int, int]] = field(default_factory=list)  # by worker: its process, and its file there
+    pulses: list[Pulse | None] = field(default_factory=list)  # by worker, the last ones
     partial: PartialResponses = field(default_factory=PartialResponses)
     calls: set[EngineCall] = field(default_factory=set)  # that wait for answers
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has anything to do."""
+        return bool(self.load) or self.loading is not None
 
 
 @dataclass(eq=False)

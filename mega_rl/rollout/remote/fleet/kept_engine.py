@@ -20,8 +20,8 @@ from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet.lease_actor import check_holder
 from mega_rl.rollout.vllm.start.options import without_weights
 
-PULSE = "pulse"  # a set of calls that do not wait for others
-NOT_OF_ALL = PULSE, "open"  # methods that not every worker is called with, or not in the same order
+BESIDE = "beside"  # a set of calls that do not wait for others
+OF_ONE = "open"  # a method that not every worker is called with
 PACKAGES = ("torch", "vllm", "vllm-ascend", "transformers", "ray")
 
 
@@ -32,6 +32,7 @@ class FoundWorker(NamedTuple):
     num_calls: int  # of all workers, that it has begun with
     node: str
     process: int
+    pulse: int  # the number of its file
 
 
 class KeptEngine(EngineProcess):
@@ -57,7 +58,7 @@ class KeptEngine(EngineProcess):
         """
         with self._lock:
             check_holder(token, self._holder)
-            self._num_calls += method not in NOT_OF_ALL
+            self._num_calls += method != OF_ONE
         return getattr(self, method)(*arguments)
 
     def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:

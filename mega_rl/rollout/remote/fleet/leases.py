@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.fleet.executor import PlacesError
-from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.fleet.kept_engine import PULSE, KeptEngine, digest
+from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
+from mega_rl.rollout.remote.fleet.kept_engine import BESIDE, KeptEngine, digest
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced, LeaseActor, LeasedEngine
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.placement import wait_for_room
@@ -123,7 +123,7 @@ class LeasedPlaces(Places):
         if group is None or self._ray.util.placement_group_table(group)["state"] == "REMOVED":
             group = self._reserve(engine)
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        kind = self._ray.remote(concurrency_groups={PULSE: 1})(KeptEngine)
+        kind = self._ray.remote(concurrency_groups={BESIDE: 1})(KeptEngine)
         self._num_spawned += 1
         name = f"engine {engine}, life {self._token}-{self._num_spawned}"
         names = [f"{name}, worker {part}" for part in range(self._size)]
@@ -201,7 +201,7 @@ class LeasedPlaces(Places):
             with suppress(ValueError):  # one is dead
                 actors[engine] = [self._ray.get_actor(name, self._kept_by.namespace) for name in kept.actors]
         asked = {
-            engine: [actor.hold.options(concurrency_group=PULSE).remote(self._token) for actor in workers]
+            engine: [actor.hold.options(concurrency_group=BESIDE).remote(self._token) for actor in workers]
             for engine, workers in actors.items()
         }
         everything = [answer for answers in asked.values() for answer in answers]
@@ -214,7 +214,7 @@ class LeasedPlaces(Places):
                 workers = self._ray.get(answers)
                 if {worker.digest for worker in workers} == {wanted} and len({w.num_calls for w in workers}) == 1:
                     guarded = [Guarded(actor, self._token) for actor in actors[engine]]
-                    survivors[engine] = Survivor(guarded, [(worker.node, worker.process) for worker in workers])
+                    survivors[engine] = Survivor(guarded, [WorkerPlace(w.node, w.process, w.pulse) for w in workers])
         return survivors
 
     def _reserve(self, engine: int) -> Any:

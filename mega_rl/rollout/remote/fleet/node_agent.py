@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from mega_rl.errors import InputError
+from mega_rl.observe.pulse import Pulse, read_pulse
 from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm
 
 CHUNK_BYTES = 1 << 24
@@ -57,6 +58,10 @@ class NodeAgent:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+    def pulses(self, places: Sequence[tuple[int, int]]) -> list[Pulse | None]:
+        """Of processes of this node, by their numbers and those of their files; None of one that is gone."""
+        return [read_pulse(*place) for place in places]
 
     def chunk(self, worker: int, version: int, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Bytes of a version's slot."""

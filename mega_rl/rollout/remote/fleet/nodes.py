@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from mega_rl.errors import InputError
+from mega_rl.observe.pulse import Pulse
+from mega_rl.rollout.remote.fleet.kept_engine import BESIDE
 from mega_rl.rollout.remote.fleet.node_agent import NodeAgent
 from mega_rl.rollout.remote.weight_store import Location, Store
 
@@ -64,6 +67,16 @@ class Nodes:
         else:
             self._helpers[node].kill.remote(processes)
 
+    def pulses(self, node: str, places: Sequence[tuple[int, int]]) -> Future[list[Pulse | None]]:
+        """How far processes of a node are; see ``NodeAgent``."""
+        if node == self._own:
+            found: Future[list[Pulse | None]] = Future()
+            found.set_result(self._here.pulses(places))
+            return found
+        asked = self._helpers[node].pulses.options(concurrency_group=BESIDE).remote(places)
+        answer: Future[list[Pulse | None]] = asked.future()
+        return answer
+
     def location(self, node: str, version: int, failed: Any = None) -> Any:
         """Where a node has a version, or Ray's reference to that, which is there once the version is.
 
@@ -92,4 +105,6 @@ class Nodes:
     def _helper(self, node: str, location: Location | None) -> Any:
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "max_concurrency": NUM_CALLS, "max_restarts": -1, "scheduling_strategy": affinity}
-        return self._ray.remote(NodeAgent).options(**options).remote(self.form, location)
+        return (
+            self._ray.remote(concurrency_groups={BESIDE: 1})(NodeAgent).options(**options).remote(self.form, location)
+        )

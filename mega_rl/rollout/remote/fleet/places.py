@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mega_rl.rollout.remote.fleet.kept_engine import PULSE
+from mega_rl.rollout.remote.engine_process import WorkerPlace
 from mega_rl.rollout.remote.placement import reserve, spawn
 from mega_rl.rollout.remote.ray_room import bundle
 
@@ -14,7 +14,7 @@ class Survivor(NamedTuple):
     """An engine that an earlier trainer of the run has started."""
 
     workers: list[Any]
-    whereabouts: list[tuple[str, int]]  # by worker: its node in Ray's words, and its process there
+    whereabouts: list[WorkerPlace]  # by worker
 
 
 class Places:
@@ -40,7 +40,7 @@ class Places:
 
     def workers(self, engine: int) -> list[Any]:
         """New actors for an engine, which has a place."""
-        return spawn(self._ray, self._groups[engine], self._size, self._options, {PULSE: 1})
+        return spawn(self._ray, self._groups[engine], self._size, self._options)
 
     def reserve(self, engine: int) -> None:
         """Ask for a place for one more engine, without waiting for it."""

@@ -24,20 +24,20 @@ from mega_rl.fleet.events import (
     Load,
     Loaded,
     Missed,
-    Pulsed,
     Release,
     Start,
     Started,
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
+from mega_rl.rollout.remote.engine_process import WorkerPlace
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
-from mega_rl.rollout.remote.fleet.kept_engine import PULSE
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
-from mega_rl.rollout.remote.fleet.load_checks import LoadChecks, own_load
 from mega_rl.rollout.remote.fleet.nodes import Nodes
 from mega_rl.rollout.remote.fleet.partial_responses import LEAST_TOKENS
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
+from mega_rl.rollout.remote.fleet.pulses import Pulses
+from mega_rl.rollout.remote.load_checks import LoadChecks, own_load
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
@@ -45,7 +45,6 @@ from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
 NUM_AHEAD = 2  # calls to sample on that an engine has at a time, so that it need not wait for the next
-PULSE_S = 1.0  # between two questions how far an engine is
 RETRY_S = 30.0  # between an engine without a place and the next try: restarts are few, and Ray may be back soon
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
 
@@ -90,12 +89,14 @@ class RayExecutor:
         options = platform.current().actor_options
         self._lives: dict[int, Life] = {}
         self._calls = Calls(self._ray)
+        self._to_ask: dict[int, Life] = {}  # engines that may have to be told to sample on
         self._said: list[Event] = []  # what follows from decisions at once
         self._placeless: dict[int, tuple[float, Died]] = {}  # engine -> when its death is told
         check_room(nodes(self._ray), bundle(options), num_engines, size)
         place = self._ray, num_engines, size, options
         self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, spec, kept_by)
         self._nodes = Nodes(self._ray, store)
+        self._pulses = Pulses(self._nodes)
         atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
 
     @property
@@ -121,8 +122,7 @@ class RayExecutor:
             return
         if isinstance(decision, Kill):
             self._kill(decision.engine)
-            for waiting in self._checks.abandoned():
-                self._begin_anew(Start(waiting.engine, waiting.number))
+            self._replace_loader()
         elif isinstance(decision, Load):
             self._said += self._load(decision, life)
         else:
@@ -138,8 +138,11 @@ class RayExecutor:
             if time.monotonic() >= due_s:
                 del self._placeless[engine]
                 self._said.append(died)
-        for engine, life in self._lives.items():
-            self._ask(engine, life)
+        self._said += self._pulses.heard(self._lives.values())
+        to_ask, self._to_ask = self._to_ask, {}
+        for engine, life in to_ask.items():
+            if self._lives.get(engine) is life:
+                self._ask(engine, life)
         if self._said:
             said, self._said = self._said, []
             return said
@@ -202,33 +205,39 @@ class RayExecutor:
             return
         life = self._lives[engine] = Life(engine, decision.life, workers)
         self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
-        self._calls.ask(life, "starting", "kind", self._checks.spec, then=partial(self._has_kind, life))
+        self._calls.ask(life, "starting", "kind", self._checks.spec, then=partial(self._has_kind, decision, life))
 
-    def _has_kind(self, life: Life, found: list[str]) -> list[Event]:
-        spec = self._checks.spec_of(life, " and ".join(dict.fromkeys(found)))
+    def _has_kind(self, decision: Start, life: Life, found: list[str]) -> list[Event]:
+        spec = self._checks.spec_of(decision, " and ".join(dict.fromkeys(found)))
         point = life.workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(life.workers)]
-        self._calls.wait(life, "starting", starts, partial(self._has_started, life))
+        self._calls.wait(life, "starting", starts, partial(self._has_started, decision, life))
         return []
 
-    def _has_started(self, life: Life, _: list[Any]) -> list[Event]:
+    def _has_started(self, decision: Start, life: Life, _: list[Any]) -> list[Event]:
         form = self._nodes.form
-        questions = self._checks.questions(life, form.workers, form.dtype)
+        questions = self._checks.questions(decision, form.workers, form.dtype)
         if questions is None:
-            return self._accept(self._checks.started(life))
+            self._accept(self._checks.started(decision))
+            self._replace_loader()
+            return []
         pairs = zip(life.workers, questions, strict=True)
         answers = [worker.inspect.remote(own_load, *question) for worker, question in pairs]
-        self._calls.wait(life, "showing what it has loaded", answers, partial(self._has_shown, life))
+        self._calls.wait(life, "showing what it has loaded", answers, partial(self._has_shown, decision))
         return []
 
-    def _has_shown(self, life: Life, found: list[str | Difference]) -> list[Event]:
-        return self._accept(self._checks.compared(life, found))
-
-    def _accept(self, lives: Sequence[Life]) -> list[Event]:
-        for life in lives:
-            begins = Started(life.engine, life.number)
-            self._calls.ask(life, "starting", "accept", then=partial(_said, begins))
+    def _has_shown(self, decision: Start, found: list[str | Difference]) -> list[Event]:
+        self._accept(self._checks.compared(decision, found))
         return []
+
+    def _accept(self, starts: Sequence[Start]) -> None:
+        for start in starts:
+            self._calls.ask(self._lives[start.engine], "starting", "accept", then=partial(_said, Started(*start)))
+
+    def _replace_loader(self) -> None:
+        """Where the engine that was to show what its kind loads has ended, one that waits for it begins anew."""
+        for waiting in self._checks.abandoned():
+            self._begin_anew(waiting)
 
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
@@ -248,8 +257,9 @@ class RayExecutor:
         self._start(decision)
         return []
 
-    def _is_placed(self, engine: int, life: Life, found: list[tuple[str, int]]) -> list[Event]:
-        life.node, life.processes = found[0][0], [process for _, process in found]
+    def _is_placed(self, engine: int, life: Life, found: list[WorkerPlace]) -> list[Event]:
+        life.node, life.processes = found[0].node, [place.process for place in found]
+        life.pulses_at = [(place.process, place.pulse) for place in found]
         if (met := self._nodes.meet(life.node)) is not None:
             self._calls.wait(life, "starting, and its node was taking memory for the weights", [met], nothing)
         return []
@@ -262,7 +272,7 @@ class RayExecutor:
         self._places.check()
         life = self._lives.pop(engine)
         self._calls.drop(life)
-        self._checks.left(life)
+        self._checks.left(Start(engine, life.number))
         if life.processes:
             self._nodes.kill(life.node, life.processes)
         if life.loading is not None:
@@ -302,6 +312,7 @@ class RayExecutor:
         if self._tells and decision.key.step >= 0:  # a validation is pinned
             requests = life.partial.begin(decision, requests, time.monotonic())
         life.load += len(requests)
+        self._to_ask[decision.engine] = life
         shown = (
             self._picture_set.encoded(request.prompt for request in requests) if self._picture_set is not None else {}
         )
@@ -311,7 +322,7 @@ class RayExecutor:
     # What the engines say.
 
     def _ask(self, engine: int, life: Life) -> None:
-        """Have an engine with work sample on, and one that has anything to do say now and then how far it is."""
+        """Have an engine with work sample on."""
         while life.load and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
             self._calls.ask(life, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
@@ -319,11 +330,6 @@ class RayExecutor:
             life.partial.ask(time.monotonic())
             then = partial(self._has_grown, engine, life)
             self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
-        is_busy = life.load or life.loading is not None
-        if is_busy and not life.is_asked and time.monotonic() >= life.pulsed_s + PULSE_S:
-            life.is_asked, life.pulsed_s = True, time.monotonic()
-            pulses = [worker.pulse.options(concurrency_group=PULSE).remote() for worker in life.workers]
-            self._calls.wait(life, "saying how far it is", pulses, partial(self._has_pulsed, engine, life))
 
     def _is_loaded(self, decision: Load, _: list[Any]) -> list[Event]:
         self._lives[decision.engine].loading = None
@@ -332,6 +338,7 @@ class RayExecutor:
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         life.num_sampling -= 1
         life.load -= len(answers[0])
+        self._to_ask[engine] = life
         for attempt, sample, _ in answers[0]:
             life.partial.end(attempt, sample)
         return [
@@ -341,7 +348,3 @@ class RayExecutor:
 
     def _has_grown(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         return [*life.partial.grow(engine, life.number, answers[0])]
-
-    def _has_pulsed(self, engine: int, life: Life, answers: list[int]) -> list[Event]:
-        life.is_asked = False
-        return [Pulsed(engine, life.number, min(answers))]

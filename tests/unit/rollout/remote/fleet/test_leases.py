@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet.executor import PlacesError
-from mega_rl.rollout.remote.engine_process import EngineSpec
+from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
 from mega_rl.rollout.remote.fleet import lease_actor, leases
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine, digest
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced, LeaseActor
@@ -144,8 +145,8 @@ class FakeRay:
 class Worker(KeptEngine):
     """Its start takes no time, and it is on no node."""
 
-    def whereabouts(self) -> tuple[str, int]:
-        return "a node", 7
+    def whereabouts(self) -> WorkerPlace:
+        return WorkerPlace("a node", 7, 3)
 
     def open(self, spec: EngineSpec) -> Any:
         return None
@@ -195,9 +196,9 @@ def test_the_next_trainer_has_the_engines_and_the_one_before_is_refused(ray: Fak
     assert (first.num_survivors, second.num_survivors) == (0, 2) and len(ray.groups) == 2
     survivor = second.survivor(1)
     assert survivor is not None and [worker.actor for worker in survivor.workers] == actors[1]
-    assert survivor.whereabouts == [("a node", 7)] * 2 and second.survivor(1) is None
-    assert ray.get(survivor.workers[0].pulse.remote()) == 0
-    for refused in (lambda: ray.get(guarded.pulse.remote()), lambda: ray.get(guarded.rest.remote())):
+    assert survivor.whereabouts == [("a node", 7, 3)] * 2 and second.survivor(1) is None
+    assert ray.get(survivor.workers[0].process_id.remote()) == os.getpid()
+    for refused in (lambda: ray.get(guarded.process_id.remote()), lambda: ray.get(guarded.rest.remote())):
         with pytest.raises(TaskError, match="another trainer has attached to the rollout engines of this run"):
             refused()
     with pytest.raises(Fenced):

@@ -16,10 +16,11 @@ from mega_rl.fleet import events
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine, places
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.fleet.load_checks import LoadChecks
+from mega_rl.rollout.remote.load_checks import LoadChecks
 from mega_rl.rollout.vllm.start.options import without_weights
 from tests.distributed.bridge.test_bridge_execute import SHAPE
-from tests.unit.rollout.remote.fleet.test_ray_executor import Run, Worker
+from tests.pretended.remote.fake_ray import Worker
+from tests.unit.rollout.remote.fleet.test_ray_executor import Run
 
 GATE = "model.layers.2.mlp.gate_proj.weight"
 SPEC = EngineSpec("", RolloutConfig(mode="pinned"), 64, "float32", "cpu", is_deterministic=False, num_threads=1)
@@ -70,7 +71,7 @@ def test_an_engine_that_swaps_gate_and_up_ends_the_run_by_name(
     assert said.startswith(f"rollout.mode=pinned cannot write {GATE}, of which engine 0 holds other values than model.")
     assert "(engines of kind card A): set rollout.vllm.kernel_config to a kernel" in said
     assert not any(isinstance(decision, events.Load | events.Issue) for decision in run.told), "none of them served"
-    assert not any(worker.is_accepted for worker in run.ray.workers) and not run.said
+    assert not any(worker.is_accepted for worker in run.ray.workers) and not run.ray.said
 
 
 @pytest.mark.parametrize("trained", [0, 1])
@@ -78,7 +79,7 @@ def test_honest_engines_serve_and_only_the_first_of_them_loads(monkeypatch: pyte
     run = Run(monkeypatch, size=2, shape=SHAPE, trained=trained)
     assert not run.go().is_failure and len(run.batches) == 3 - trained
     assert run.readers() == run.ray.workers[:2] and len(run.ray.workers) == 4
-    assert run.said == ["engine 0 of kind card A holds model.path as the trainer does"]
+    assert run.ray.said == ["engine 0 of kind card A holds model.path as the trainer does"]
 
 
 def test_an_engine_that_joins_on_another_kind_of_card_shows_its_own_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +117,7 @@ def test_every_kind_is_shown_once_and_a_life_that_starts_again_loads_nothing(mon
     run.on_issue = on_issue
     assert not run.go().is_failure and len(run.ray.workers) == 3
     assert [worker.card for worker in run.readers()] == ["card A", "card B"]
-    assert sorted(run.said) == [
+    assert sorted(run.ray.said) == [
         f"engine {i} of kind card {c} holds model.path as the trainer does" for i, c in ((0, "A"), (1, "B"))
     ]
 
@@ -130,7 +131,7 @@ def test_if_the_engine_that_loads_dies_one_that_waits_loads_in_its_place(monkeyp
 
     spawned(monkeypatch, run, change)
     assert not run.go().is_failure and run.whys()[0] == "it failed while showing what it has loaded: out of memory"
-    assert len(run.said) == 1 and "engine 1 of kind card A" in run.said[0]
+    assert len(run.ray.said) == 1 and "engine 1 of kind card A" in run.ray.said[0]
     assert [worker.process for worker in run.readers()] in ([0, 2], [0, 3]), "the waiting engine began anew"
     assert len([d for d in run.told if isinstance(d, events.Start) and d.engine == 1]) == 1, "which is no restart of it"
 
@@ -161,7 +162,7 @@ def test_a_kept_engine_is_of_use_to_the_next_trainer_once_it_is_accepted(
 ) -> None:
     """Whether it has loaded weights by itself does not matter to the next one."""
     monkeypatch.setattr(EngineProcess, "start", lambda *_: None)
-    monkeypatch.setattr(EngineProcess, "whereabouts", lambda _: ("here", 1))
+    monkeypatch.setattr(EngineProcess, "whereabouts", lambda _: ("here", 1, 2))
     spec = replace(SPEC, model_path=str(tmp_path))
     wanted = kept_engine.digest(replace(spec, rollout=without_weights(spec.rollout)))
     engine = KeptEngine("mine")
@@ -181,3 +182,16 @@ def test_the_kind_of_an_engine_is_what_decides_about_kernels(monkeypatch: pytest
     assert EngineProcess().kind(SPEC) == before
     monkeypatch.setenv("VLLM_USE_FLASHINFER_MOE_FP16", "1")
     assert EngineProcess().kind(SPEC) == f"{before}, VLLM_USE_FLASHINFER_MOE_FP16=1"
+
+
+def test_an_engine_that_starts_after_the_one_that_loads_has_died_loads_itself() -> None:
+    """However late it is: no engine waits for one that is out of use."""
+    proof: Any = None
+    checks = LoadChecks(SPEC, proof, print)
+    first, second = events.Start(0, 0), events.Start(1, 0)
+    assert checks.spec_of(first, "card A") is SPEC and checks.spec_of(second, "card A") is checks.spec
+    checks.left(first)
+    assert checks.abandoned() == [] and checks.started(second) == []
+    assert checks.abandoned() == [second]
+    checks.left(second)
+    assert checks.abandoned() == [] and checks.spec_of(second, "card A") is SPEC

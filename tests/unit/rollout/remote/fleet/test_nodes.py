@@ -12,6 +12,7 @@ import torch
 from mega_rl.bridge.series import Series
 from mega_rl.errors import InputError
 from mega_rl.rollout.remote.fleet import node_agent, nodes as under_test
+from mega_rl.rollout.remote.fleet.kept_engine import BESIDE
 from mega_rl.rollout.remote.fleet.node_agent import NodeAgent
 from mega_rl.rollout.remote.fleet.nodes import Nodes
 from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm
@@ -50,7 +51,11 @@ class FakeRay:
     def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeID": "own", "Alive": self.alive}, {"NodeID": "other", "Alive": True}]
 
-    def remote(self, kind: type) -> Any:
+    def remote(self, concurrency_groups: dict[str, int]) -> Any:
+        assert concurrency_groups == {BESIDE: 1}, "a copy of weights would hold pulses up"
+        return self.actor_class
+
+    def actor_class(self, kind: type) -> Any:
         assert kind is NodeAgent
         made = SimpleNamespace(node="")
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from queue import Empty
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-import torch
 
 from mega_rl import platform
-from mega_rl.bridge.mapping.tensors import hf_tensors
-from mega_rl.bridge.mapping.vllm import vllm_series
-from mega_rl.bridge.reshard.proof import LoadProof
-from mega_rl.bridge.series import Series, slices_of
-from mega_rl.bridge.slices import Box, indices, whole
 from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
@@ -29,282 +20,34 @@ from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.models.shape import ModelShape
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.fleet import calls, places, ray_executor as under_test
-from mega_rl.rollout.remote.fleet.load_checks import LoadChecks
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
-from mega_rl.types import Prompt, Trajectory
-from tests.distributed.bridge.test_bridge_execute import local_parameters
+from mega_rl.rollout.remote.engine_process import WorkerPlace
+from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
+from mega_rl.rollout.remote.weight_store import Location, StoredVersion
+from mega_rl.types import Prompt
+from tests.pretended.remote.fake_ray import (
+    OWN,
+    PULSE_FILE,
+    Answer,
+    Arriving,
+    FakeRay,
+    LaterError,
+    TaskFailed,
+    Worker,
+    executor_on,
+)
 
-NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=3)
 LIMITS = EngineLimits(progress_s=20.0, start_s=100.0, restarts=1)
-OWN = Location(1, (3,))  # of a store
-NUM_STEPS = 40  # of an engine for a response
-
-
-class ActorGone(Exception):
-    """``ray.exceptions.RayActorError``."""
-
-
-class TaskFailed(Exception):
-    """``ray.exceptions.RayTaskError``."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-
-
-class LaterError(Exception):
-    """``ray.exceptions.RayError``, of none of the kinds above."""
-
-
-@dataclass(eq=False)
-class Answer:
-    """Ray's reference to an answer, and who waits for it."""
-
-    value: Any = None
-    error: Exception | None = None
-    is_there: bool = False
-    futures: list[Future[Any]] = field(default_factory=list)
-
-    def future(self) -> Future[Any]:
-        self.futures.append(Future())
-        if self.is_there:
-            self.come()
-        return self.futures[-1]
-
-    def come(self) -> None:
-        """Tell it to who waits."""
-        self.is_there = True
-        for future in self.futures:
-            if not future.done() and self.error is not None:
-                future.set_exception(self.error)
-            elif not future.done():
-                future.set_result(self.value)
-
-
-@dataclass(eq=False)
-class Worker:
-    """An actor: one worker of an engine, which answers a call at a time; pulses wait for nobody."""
-
-    process: int
-    rank: int
-    state: str = "runs"  # or "stopped", or "gone"
-    failures: dict[str, Exception] = field(default_factory=dict)  # method -> what it raises
-    version: int = -1
-    num_steps: int = 0
-    calls: list[tuple[str, tuple[Any, ...], Answer]] = field(default_factory=list)
-    todo: dict[tuple[int, int], tuple[Request, int]] = field(default_factory=dict)  # ticket -> request, steps left
-    shown: list[Any] = field(default_factory=list)  # prompts of requests, and what came beside them
-    card: str = "card A"
-    layout: Sequence[Series] = ()
-    model: dict[str, torch.Tensor] = field(default_factory=dict)  # the files in model.path
-    live: dict[str, torch.Tensor] = field(default_factory=dict)
-    spec: EngineSpec | None = None
-    is_accepted: bool = False
-    rearrange: Callable[[dict[str, torch.Tensor]], None] = lambda live: None  # once weights are loaded
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-        def remote(*arguments: Any) -> Answer:
-            answer = Answer()
-            self.calls.append((name, arguments, answer))
-            return answer
-
-        return SimpleNamespace(remote=remote, options=lambda concurrency_group: SimpleNamespace(remote=remote))
-
-    def go_on(self) -> None:
-        if self.state == "gone":
-            for _, _, answer in self.calls:
-                answer.error = ActorGone()
-                answer.come()
-            self.calls.clear()
-        for name, arguments, answer in self.calls[:1] if self.state == "runs" else ():
-            del self.calls[0]
-            if name in self.failures:
-                answer.error = TaskFailed(self.failures[name])
-            else:
-                answer.value = getattr(self, f"do_{name}")(*arguments)
-            answer.come()
-
-    def do_whereabouts(self) -> tuple[str, int]:
-        return "own", self.process
-
-    def do_kind(self, spec: EngineSpec) -> str:
-        return self.card
-
-    def do_open(self, spec: EngineSpec) -> str:
-        return "a meeting point"
-
-    @property
-    def has_read(self) -> bool:
-        """Whether it has loaded weights by itself."""
-        return self.spec is not None and "load_format" not in self.spec.rollout.vllm
-
-    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
-        assert rank == self.rank
-        self.spec = spec
-        self.live = local_parameters(slices_of(self.layout), self.model if self.has_read else None, torch.float32)
-        self.rearrange(self.live)
-
-    def do_inspect(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(self.live, *arguments)
-
-    def do_accept(self) -> None:
-        self.is_accepted = True
-
-    def do_load(self, form: StoreForm, location: Any, stored: StoredVersion) -> None:
-        assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
-        assert self.is_accepted, "weights for an engine of whose kind it is not known how they lie"
-        self.version = stored.version
-
-    def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
-        self.shown.append(([request.prompt.index for request in requests], pictures))
-        self.todo |= {(attempt, sample): (r, NUM_STEPS) for sample, r in zip(samples, requests, strict=True)}
-
-    def do_proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
-        self.num_steps += max_steps
-        self.todo = {ticket: (request, left - max_steps) for ticket, (request, left) in self.todo.items()}
-        ended = {ticket: request for ticket, (request, left) in self.todo.items() if left <= 0}
-        self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
-        return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
-
-    def do_rest(self) -> None:
-        self.todo.clear()
-
-    def do_pulse(self) -> int:
-        return self.num_steps
-
-    def answer(self, request: Request) -> Trajectory:
-        tokens = [self.version + 1, request.prompt.index, request.seed]
-        return Trajectory.single_turn(
-            request.prompt, request.sample_index, tokens, [-1.0] * 3, "", "stop", self.version
-        )
-
-
-class FakeRay:
-    """Time passes when somebody waits."""
-
-    exceptions = SimpleNamespace(RayActorError=ActorGone, RayTaskError=TaskFailed, RayError=LaterError)
-
-    def __init__(self, worker: Callable[[int, int], Worker] = Worker) -> None:
-        self._worker = worker
-        self.workers: list[Worker] = []
-        self.now = 0.0
-        self.arriving: list[Arriving] = []
-        self.layout: list[list[Series]] = []  # of an engine, by worker
-        self.model: dict[str, torch.Tensor] = {}
-        self.groups: dict[str, str] = {}  # placement group -> its state
-        self.util = SimpleNamespace(
-            placement_group=self.placement_group,
-            placement_group_table=lambda group: {"state": self.groups[group]},
-            remove_placement_group=lambda group: self.groups.pop(group, None),
-        )
-
-    def placement_group(self, bundles: list[dict[str, float]], strategy: str) -> str:
-        assert strategy == "STRICT_PACK", "all workers of an engine are on one node"
-        self.groups[name := f"{len(bundles)} x {bundles[0]}, {len(self.groups)}"] = "PENDING"
-        return name
-
-    def available_resources(self) -> dict[str, float]:
-        return {"CPU": 1.0, "memory": 5.0}
-
-    def nodes(self) -> list[dict[str, str]]:
-        return [{"NodeID": "own", "NodeManagerAddress": "10.0.0.7"}]
-
-    def spawn(self, ray: Any, group: str, size: int, options: Any, call_groups: Any) -> list[Worker]:
-        found = [self._worker(len(self.workers) + rank, rank) for rank in range(size)]
-        for worker in found:
-            worker.layout, worker.model = self.layout[worker.rank], self.model
-        self.workers += found
-        return found
-
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
-        for worker in self.workers:
-            worker.go_on()
-        for arriving in self.arriving:
-            arriving.look()
-
-    def queue(self) -> PassingQueue:
-        return PassingQueue(self)
-
-    def put(self, value: Any) -> Any:
-        return ("put", value)
-
-    def kill(self, worker: Worker) -> None:
-        worker.state = "gone"
-
-    def shutdown(self) -> None:
-        assert all(worker.state == "gone" for worker in self.workers)
-
-
-class PassingQueue:
-    """A queue in which time passes when somebody waits."""
-
-    def __init__(self, ray: FakeRay) -> None:
-        self._ray, self._entries = ray, deque[Any]()
-
-    def put(self, entry: Any) -> None:
-        self._entries.append(entry)
-
-    def qsize(self) -> int:
-        return len(self._entries)
-
-    def get_nowait(self) -> Any:
-        return self._entries.popleft()
-
-    def get(self, timeout: float) -> Any:
-        if not self._entries:
-            self._ray.pass_time(timeout)
-        if not self._entries:
-            raise Empty
-        return self._entries.popleft()
-
-
-class FakeNodes:
-    def __init__(self, ray: FakeRay, store: Store) -> None:
-        self.form, self._ray = store.form, ray
-
-    met: Answer | None = None
-
-    def meet(self, node: str) -> Answer | None:
-        assert node == "own"
-        found, self.met = self.met, None
-        return found
-
-    def location(self, node: str, version: int, failed: Any = None) -> Location:
-        return OWN
-
-    def check_own(self) -> None: ...
-
-    def forget(self, node: str, version: int) -> None: ...
-
-    def kill(self, node: str, processes: Sequence[int]) -> None:
-        for process in processes:
-            self._ray.workers[process].state = "gone"
-
-
-class Arriving(Answer):
-    """Ray's reference to a location, which is there at some time."""
-
-    def __init__(self, ray: FakeRay, at: float, error: Exception | None = None) -> None:
-        super().__init__(OWN, error)
-        self._ray, self._at = ray, at
-        ray.arriving.append(self)
-
-    def look(self) -> None:
-        if self._ray.now >= self._at:
-            self.come()
 
 
 def requests(key: Key, samples: Sequence[int]) -> list[Request]:
     prompt = Prompt(key.ticket, (5, 6), "", "", "test")
     return [Request(prompt, sample, seed=10 * key.ticket + sample, max_tokens=8) for sample in samples]
+
+
+def fleet_of(num_engines: int, size: int = 1, is_pinned: bool = True) -> RolloutConfig:
+    mode: Literal["pinned", "in_flight"] = "pinned" if is_pinned else "in_flight"
+    return RolloutConfig(mode=mode, placement="separate", num_engines=num_engines, tensor_parallel_size=size)
 
 
 class Run:
@@ -320,41 +63,13 @@ class Run:
         shape: ModelShape | None = None,
         trained: int = 0,
     ) -> None:
-        """
-        Args:
-            shape: of the engines' model; None: it has one weight.
-            trained: steps that a trainer before has made.
-        """
+        """``trained``: steps that a trainer before has made."""
         platform.select("cpu")
-        self.ray, self.told, self.batches = FakeRay(worker), [], []
+        self.ray, self.told, self.batches = FakeRay(worker, shape), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
-        monkeypatch.setattr(under_test, "connected_ray", lambda num_workers: (self.ray, None))
-        monkeypatch.setattr(under_test, "nodes", lambda ray: [{"CPU": 2.0 * size}])
-        monkeypatch.setattr(places, "reserve", lambda ray, size, options: "a place")
-        monkeypatch.setattr(places, "spawn", self.ray.spawn)
-        monkeypatch.setattr(under_test, "Nodes", FakeNodes)
-        clock = SimpleNamespace(monotonic=lambda: self.ray.now)
-        monkeypatch.setattr(calls, "SimpleQueue", self.ray.queue)
-        for module in (under_test, calls):
-            monkeypatch.setattr(module, "time", clock)  # of these alone: threads of other tests have the time too
-        mode: Any = "pinned" if rules.is_pinned else "in_flight"
-        rollout = RolloutConfig(mode=mode, placement="separate", num_engines=2, tensor_parallel_size=size)
-        spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
-        sizes = {NORM.hf_name: (5,)} if shape is None else hf_tensors(shape)
-        self.ray.layout = [[NORM] if shape is None else vllm_series(shape, size, rank) for rank in range(size)]
-        generator = torch.Generator().manual_seed(0)
-        self.ray.model = {name: torch.randn(extents, generator=generator) for name, extents in sizes.items()}
-
-        def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
-            return self.ray.model[hf_name][indices(hf_box)]
-
-        held = [whole(name, name, extents) for name, extents in sizes.items()]
-        proof = LoadProof(sizes, held, self.ray.layout, 1, read)
-        self.said: list[str] = []
-        checks = LoadChecks(spec, proof, self.said.append)
-        store = Store(StoreForm(tuple(map(tuple, self.ray.layout)), torch.float32, num_slots=2, salt=1))
         self.stored = {trained: StoredVersion(trained, [])}
-        self.executor = RayExecutor(checks, 2, requests, store, self.stored, picture_set=picture_set)
+        rollout = fleet_of(2, size, is_pinned=rules.is_pinned)
+        self.executor = executor_on(monkeypatch, self.ray, rollout, requests, self.stored, picture_set)
         state: dict[str, Any] = {"format": STATE_VERSION, "trained": trained, "steps": {}}
         self.scheduler = FleetScheduler(rules, LIMITS, range(2), state if trained else None)
 
@@ -607,7 +322,7 @@ def test_an_engine_that_is_attached_to_and_does_not_rest_is_started_anew(
     """It has answered in the thread of pulses, and its other one is stuck."""
     run = Run(monkeypatch)
     run.ray.workers.append(Worker(0, 0, state))
-    survivors = {0: places.Survivor([run.ray.workers[0]], [("own", 0)])}
+    survivors = {0: places.Survivor([run.ray.workers[0]], [WorkerPlace("own", 0, PULSE_FILE)])}
     monkeypatch.setattr(run.executor._places, "survivor", lambda engine: survivors.pop(engine, None))
     run.executor.carry(events.Start(0, 0))
     said: list[events.Event] = []
@@ -661,7 +376,7 @@ def test_late_weights_are_no_death_while_the_engine_answers(monkeypatch: pytest.
     go_on = Worker.go_on
 
     def late(worker: Worker) -> None:
-        """The first load of step 1's weights takes as long as two limits; pulses are answered beside it."""
+        """The first load of step 1's weights takes as long as two limits."""
         if not any(name == "load" and arguments[2].version == 1 for name, arguments, _ in worker.calls[:1]):
             return go_on(worker)
         if not held:
@@ -669,12 +384,52 @@ def test_late_weights_are_no_death_while_the_engine_answers(monkeypatch: pytest.
             run.ray.held_at = run.ray.now  # type: ignore[attr-defined]
         if worker is not held[0] or run.ray.now > run.ray.held_at + 2 * LIMITS.progress_s:  # type: ignore[attr-defined]
             return go_on(worker)
-        for call in [call for call in worker.calls if call[0] == "pulse" and is_alive]:
-            worker.calls.remove(call)
-            call[2].value = worker.num_steps
-            call[2].come()
+        if not is_alive:
+            worker.beats -= 1  # which it has just had
 
     monkeypatch.setattr(Worker, "go_on", late)
     assert not run.go().is_failure and run.batches == expected and held
     whys = [why for why in run.whys() if "said nothing" in why]
     assert whys == ([] if is_alive else ["it was to load version 1, and has said nothing for 20 s"])
+
+
+def functions_in(call: Callable[[], object]) -> list[str]:
+    """The names of all functions that are called, every time."""
+    called: list[str] = []
+    sys.setprofile(lambda frame, what, _: called.append(frame.f_code.co_name) if what == "call" else None)
+    call()
+    sys.setprofile(None)
+    return called
+
+
+def test_looking_for_events_costs_no_more_with_more_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of functions while every engine has calls to answer and none has answered."""
+    found = []
+    for num_engines in (2, 50):
+        with monkeypatch.context() as patch:
+            platform.select("cpu")
+            ray = FakeRay()
+            executor = executor_on(patch, ray, fleet_of(num_engines), requests, {0: StoredVersion(0, [])})
+            for engine in range(num_engines):
+                executor.carry(events.Start(engine, 0))
+            while sum(isinstance(event, events.Started) for event in executor.events(1.0)) < num_engines:
+                pass
+            for engine in range(num_engines):
+                executor.carry(events.Issue(engine, 0, Key(0, engine), (0, 1), engine, (None, None)))
+            executor.events(0.0)
+            assert all(len(worker.calls) == 1 + under_test.NUM_AHEAD for worker in ray.workers)
+            found.append(functions_in(lambda executor=executor: executor.events(0.0)))  # type: ignore[misc]
+            executor.close()
+    assert found[0] == found[1] and "heard" in found[0]
+
+
+def test_what_an_engine_said_before_it_was_killed_is_not_heard_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    run.executor.carry(events.Start(0, 0))
+    run.executor.carry(events.Start(1, 0))
+    while not all(worker.is_accepted for worker in run.ray.workers):
+        assert run.executor.events(0.0) == []
+        run.ray.pass_time(1.0)  # in the end both have started, and nobody has looked
+    run.executor.carry(events.Kill(0, 0, "it is no longer wanted"))
+    assert run.executor.events(0.0) == [events.Started(1, 0)]
+    run.executor.close()

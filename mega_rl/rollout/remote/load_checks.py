@@ -18,8 +18,8 @@ from mega_rl.bridge.reshard.held_pieces import Numbers
 from mega_rl.bridge.reshard.proof import Difference, LoadProof, differing, first_difference, loaded_otherwise
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.errors import InputError
+from mega_rl.fleet.events import Start
 from mega_rl.rollout.remote.engine_process import EngineSpec
-from mega_rl.rollout.remote.fleet.calls import Life
 from mega_rl.rollout.vllm.start.options import without_weights
 
 REMEDY = (
@@ -69,69 +69,69 @@ class LoadChecks:
             )
         self.spec = replace(spec, rollout=without_weights(spec.rollout))  # of an engine that takes all from the store
         self._loading_spec, self._proof, self._say = spec, proof, say
-        self._kinds: dict[Life, str] = {}  # of the engines that are not told of yet
+        self._kinds: dict[Start, str] = {}  # of the engines that are not told of yet
         self._right: set[str] = set()  # kinds
-        self._loading: dict[str, Life] = {}  # kind -> the engine that shows it
-        self._waiting: dict[str, list[Life]] = {}  # kind -> engines that have started
+        self._loading: dict[str, Start] = {}  # kind -> the engine that shows it
+        self._waiting: dict[str, list[Start]] = {}  # kind -> engines that have started
 
-    def spec_of(self, life: Life, kind: str) -> EngineSpec:
+    def spec_of(self, start: Start, kind: str) -> EngineSpec:
         """What an engine of this kind is started with."""
-        self._kinds[life] = kind
+        self._kinds[start] = kind
         if kind in self._right or kind in self._loading:
             return self.spec
-        self._loading[kind] = life
+        self._loading[kind] = start
         return self._loading_spec
 
     def questions(
-        self, life: Life, written: Sequence[Sequence[Series]], dtype: torch.dtype
+        self, start: Start, written: Sequence[Sequence[Series]], dtype: torch.dtype
     ) -> list[tuple[object, ...]] | None:
         """The arguments of ``own_load`` for each worker of an engine that has started; None: it has loaded nothing."""
-        if self._loading.get(self._kinds[life]) is not life:
+        if self._loading.get(self._kinds[start]) != start:
             return None
         pairs = zip(written, self._proof.questions, strict=True)
         return [(of_worker, dtype, *question) for of_worker, question in pairs]
 
-    def started(self, life: Life) -> list[Life]:
+    def started(self, start: Start) -> list[Start]:
         """The engines that may serve, now that this one has started without weights: itself, or none yet."""
-        kind = self._kinds[life]
+        kind = self._kinds[start]
         if kind not in self._right:
-            self._waiting.setdefault(kind, []).append(life)
+            self._waiting.setdefault(kind, []).append(start)
             return []
-        del self._kinds[life]
-        return [life]
+        del self._kinds[start]
+        return [start]
 
-    def compared(self, life: Life, found: Sequence[str | Difference]) -> list[Life]:
+    def compared(self, start: Start, found: Sequence[str | Difference]) -> list[Start]:
         """The engines that may serve, now that this one's workers have said what they have loaded.
 
         Raises:
             InputError: they have loaded otherwise than the trainer.
         """
-        kind = self._kinds[life]
+        kind = self._kinds[start]
         words = next((one for one in found if isinstance(one, str)), None)
         if words is None:
             wrong = first_difference([one for one in found if isinstance(one, Difference)])
-            words = wrong and loaded_otherwise(f"engine {life.engine}", wrong[1])
+            words = wrong and loaded_otherwise(f"engine {start.engine}", wrong[1])
         if words is not None:
             mode = self.spec.rollout.mode
             raise InputError(f"rollout.mode={mode} cannot write {words} (engines of kind {kind}): {REMEDY}")
-        self._say(f"engine {life.engine} of kind {kind} holds model.path as the trainer does")
+        self._say(f"engine {start.engine} of kind {kind} holds model.path as the trainer does")
         self._right.add(kind)
         del self._loading[kind]
-        serving = [life, *self._waiting.pop(kind, [])]
+        serving = [start, *self._waiting.pop(kind, [])]
         for one in serving:
             del self._kinds[one]
         return serving
 
-    def left(self, life: Life) -> None:
+    def left(self, start: Start) -> None:
         """The engine has ended."""
-        kind = self._kinds.pop(life, None)
+        kind = self._kinds.pop(start, None)
         if kind is None:
             return
-        if self._loading.get(kind) is life:
+        if self._loading.get(kind) == start:
             del self._loading[kind]
-        if life in (waiting := self._waiting.get(kind, [])):
-            waiting.remove(life)
+        if start in (waiting := self._waiting.get(kind, [])):
+            waiting.remove(start)
 
-    def abandoned(self) -> list[Life]:
+    def abandoned(self) -> list[Start]:
         """One engine for each kind of which some wait and none loads any more: it must begin anew."""
-        return [lives[0] for kind, lives in self._waiting.items() if lives and kind not in self._loading]
+        return [starts[0] for kind, starts in self._waiting.items() if starts and kind not in self._loading]
