@@ -83,7 +83,7 @@ class Trajectory:
 
     The arrays take 9 bytes a token, with routing M x K (or 2 x M x K) more, and become read-only here. ``text`` is what
     the engine made of the sampled tokens; it never stands in for them. Two trajectories are equal if all their fields
-    are; they have no hash.
+    but ``engine`` are; they have no hash.
 
     Example: a prompt of 2 tokens and a response of 2, sampled with the weights of sync 5, is
     ``Trajectory.single_turn(prompt, 0, [9, 2], [-0.7, -0.1], "b", "stop", 5)``: ``token_ids`` [4, 7, 9, 2],
@@ -105,6 +105,9 @@ class Trajectory:
     # [L-1, M, K] uint8 or uint16: which experts the engine sent every token to; the last token was never an input.
     routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
     episode: Outcome | None = None  # None: no environment took part
+    # The number of the engine that sampled all of it; None: several did, or it is not known. No part of what is equal
+    # or written: an engine does not count for what a response is.
+    engine: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         length, num_prompt = len(self.token_ids), len(self.prompt.token_ids)
@@ -196,6 +199,7 @@ class Trajectory:
             None if routed is None else RoutingShape(routed.dtype.name, *routed.shape[1:]),
             self.episode,
             () if self.episode is None else self._turn_sizes(),
+            self.engine,
         )
 
     def _turn_sizes(self) -> tuple[int, ...]:
@@ -217,7 +221,7 @@ class Trajectory:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trajectory):
             return NotImplemented
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self) if f.compare)
         return all(_same(a, b) for a, b in pairs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -260,6 +264,7 @@ class TrajectorySummary(NamedTuple):
     routing: RoutingShape | None = None
     episode: Outcome | None = None
     turn_sizes: tuple[int, ...] = ()  # of an episode: sampled tokens of each turn of the model
+    engine: int | None = None  # as of the trajectory
 
     @property
     def key(self) -> tuple[int, int]:

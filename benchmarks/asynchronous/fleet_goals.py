@@ -69,7 +69,7 @@ WORLDS = (
 
 
 def settings_of(world: World, engines: int) -> list[SimulatedSetting]:
-    """The synchronous one first, and last the first other one with deaths."""
+    """The synchronous one first, then the others, and then these with deaths."""
     separate = replace(world.cluster, engines=engines)
     colocated = replace(
         world.cluster,
@@ -78,8 +78,8 @@ def settings_of(world: World, engines: int) -> list[SimulatedSetting]:
         load_s=10.0,
     )
     others = [SimulatedSetting(mode, eta, 1, separate) for mode, eta, _ in world.trials]
-    mortal = replace(others[0], cluster=replace(separate, hours_between_deaths=MORTAL_HOURS))
-    return [SimulatedSetting("synchronous", 0, 1, colocated), *others, mortal]
+    mortal = [replace(one, cluster=replace(separate, hours_between_deaths=MORTAL_HOURS)) for one in others]
+    return [SimulatedSetting("synchronous", 0, 1, colocated), *others, *mortal]
 
 
 def main() -> None:
@@ -94,16 +94,16 @@ def main() -> None:
     for world in WORLDS:
         groups = world.groups * options.engines // world.engines
         batch = SimulatedBatch(groups, world.group_size, world.lengths)
-        synchronous, *others, mortal = simulate_all(settings_of(world, options.engines), batch, options.steps)
+        synchronous, *others = simulate_all(settings_of(world, options.engines), batch, options.steps)
+        others, mortal = others[: len(world.trials)], others[len(world.trials) :]
         for trial, (mode, eta, goal) in zip(others, world.trials, strict=True):
             gain = synchronous.outcome.step_s / trial.outcome.step_s
             rows.append((f"{world.name}: {mode} eta={eta}, times synchronous", goal, f"{gain:.2f}"))
             found.append({"world": world.name, "mode": mode, "eta": eta, "goal": goal, "found": gain})
-        share = others[0].outcome.step_s / mortal.outcome.step_s
-        rows.append(
-            (f"the same with {mortal.outcome.num_deaths} deaths, {others[0].setting.label}", 0.99, f"{share:.3f}")
-        )
-        found.append({"world": world.name, "goal": 0.99, "found": share, "deaths": mortal.outcome.num_deaths})
+        for trial, dying in zip(others, mortal, strict=True):
+            share, deaths, label = trial.outcome.step_s / dying.outcome.step_s, dying.outcome.num_deaths, dying.setting
+            rows.append((f"the same with {deaths} deaths, {label.label}", 0.99, f"{share:.3f}"))
+            found.append({"world": world.name, "mode": label.mode, "goal": 0.99, "found": share, "deaths": deaths})
     text = table([f"{options.engines:,} engines beside the trainer", "goal, at least", "simulated"], rows)
     publish("Goals of the fleet, simulated", text, "no device", {"rows": found}, options.json)
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -42,7 +43,7 @@ from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
-from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm, take
+from mega_rl.rollout.remote.weight_store import Store, StoreForm, take
 
 NUM_TRAINERS, NUM_ENGINES = 2, 2
 WORLD_SIZE = NUM_TRAINERS + NUM_ENGINES
@@ -120,10 +121,15 @@ class Bench:
                 write = HashedWrite(write_into(self.store.parameters(0, version)), self.form.salt)
                 self.bytes["written"] = self.deposit.run(self.read, write, DTYPE).bytes_local
                 digest = write.digest()
-        stored = StoredVersion(version, [summed(gather_objects(digest))])
+        found, slot = summed(gather_objects(digest)), self.form.plan(0).slot
+        stored = None
+        if self.rank == 0:
+            hashes = np.array([found[key] for key in slot.numbers], np.uint64)
+            stored = self.store.seal(version, 2 * version + 2, [(np.zeros(0, np.uint64), hashes)])
+        stored = broadcast_object(stored)
         if self.deposit is None:
             with self.timed("take"):
-                take(self.store, 0, stored, self.live)
+                take(self.store, 0, self.form.slot(version), stored.of(0), self.live)
 
     def through_group(self, version: int) -> None:
         dist.barrier()
@@ -151,7 +157,7 @@ def worker(rank: int, arguments: argparse.Namespace, directory: Path) -> None:
     moved = {name: sum(b[name] for _, b, _ in found) for name in bench.bytes}
     if rank == 0:
         result = {"seconds": seconds, "cpu_seconds": cpu_seconds, "bytes": moved, "plan_s": found[0][2]}
-        result["slot_bytes"] = sum(bench.form.slot_bytes)
+        result["slot_bytes"] = sum(plan.slot.num_bytes for plan in bench.form.plans)
         (directory / "results.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

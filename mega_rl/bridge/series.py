@@ -105,6 +105,18 @@ def having(layout: Iterable[Series], names: Collection[str]) -> list[Series]:
     return [series for series in layout if any(name in names for name in _names_of(series))]
 
 
+def with_neighbours(layout: Sequence[Series], chosen: Collection[Series]) -> list[Series]:
+    """The chosen series, and all others that share a parameter with one of them, directly or through others."""
+    parameters = [{series.local_name_of((a, b)) for a in series.layers for b in series.experts} for series in layout]
+    is_in, names = [series in chosen for series in layout], set[str]()
+    while True:
+        names.update(*(found for found, one in zip(parameters, is_in, strict=True) if one))
+        found = [not names.isdisjoint(of_series) for of_series in parameters]
+        if found == is_in:
+            return [series for series, one in zip(layout, is_in, strict=True) if one]
+        is_in = found
+
+
 def _names_of(series: Series) -> Iterator[str]:
     return (hf_name_of(series.hf_name, (layer, expert)) for layer in series.layers for expert in series.experts)
 

@@ -20,7 +20,7 @@ class Condition(Enum):
 class EngineLimits:
     """What an engine may take, and how long."""
 
-    slots: int = 256  # responses that it samples at a time
+    slots: int = 256  # responses that an engine which does not say how many samples at a time
     progress_s: float = 600.0  # without a step while it has work
     start_s: float = 1800.0  # from the start of its process until it says so
     load_s: float = 1800.0  # for each load of weights, their way to its node included; it must say something
@@ -42,6 +42,7 @@ class Engine:
     loading: int | None = None  # the version that it has been told to load
     bound: int | None = None  # the version that it takes as soon as it has no work: it is given no other
     load: int = 0  # responses under way
+    slots: int = 0  # responses that it samples at a time; 0: it has not started yet
     num_steps: int = 0
     since_s: float = 0.0  # when it last showed progress, or was given something to do
     heard_s: float = 0.0  # when it last said anything, or was given something to do

@@ -18,6 +18,7 @@ class Started(NamedTuple):
 
     engine: int
     life: int
+    slots: int | None = None  # responses that it samples at a time; None: it does not say
 
 
 class Loaded(NamedTuple):
@@ -29,11 +30,12 @@ class Loaded(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """The weights that the engine was to load are gone, newer ones being there; it holds what it held before."""
+    """The weights that the engine was to load are gone, newer ones being there."""
 
     engine: int
     life: int
     version: int
+    is_torn: bool = False  # it holds parts of several versions, and makes no step; False: what it held before
 
 
 class Answered(NamedTuple):

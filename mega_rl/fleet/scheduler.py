@@ -88,6 +88,7 @@ class FleetScheduler:
         engine = self._known(event.engine, event.life)
         if engine is not None and engine.condition is Condition.STARTING:
             engine.condition, engine.since_s = Condition.EMPTY, now
+            engine.slots = event.slots or self.limits.slots
             self._feed(engine, now)
 
     def _loaded(self, event: events.Loaded, now: float) -> None:
@@ -107,8 +108,8 @@ class FleetScheduler:
         if engine is None or engine.loading != event.version:
             return
         self._stop_loading(engine)
-        if engine.condition is Condition.LOADING:
-            engine.condition = Condition.EMPTY
+        if engine.condition is Condition.LOADING or event.is_torn:
+            engine.condition, engine.version = Condition.EMPTY, -1
         if not self.rules.is_pinned:
             self._load(engine, self.window.trained, now)
         self._feed(engine, now)
@@ -326,7 +327,7 @@ class FleetScheduler:
         if engine.serves and engine.bound is None:
             share = self._share()
             while engine.load < share and (head := self.window.head(engine.version)) is not None:
-                if engine.load and engine.load + head[1] > self.limits.slots:
+                if engine.load and engine.load + head[1] > engine.slots:
                     break
                 self._issue(engine, now)
         if engine.load == 0 and (engine.serves or engine.condition is Condition.EMPTY):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mega_rl.errors import InputError
 from mega_rl.observe.heartbeat import HEART
+from mega_rl.parallel.figures import is_any
 from mega_rl.parallel.schedule import split_even
 from mega_rl.parallel.start import store_of_this_start
 
@@ -69,9 +70,12 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def gather_to_first(value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order, on rank 0; nothing on the others."""
+    """``value`` of every rank, in rank order, on rank 0; nothing on the others. Collective."""
+    if not dist.is_initialized():
+        return [value]
     gathered: list[Any] | None = [None] * dist.get_world_size() if is_first() else None
-    dist.gather_object(value, gathered)
+    with HEART.waiting("the other ranks"):
+        dist.gather_object(value, gathered)
     return gathered or []
 
 
@@ -89,6 +93,8 @@ def own_name() -> str:
 def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block that may fail on some ranks only: if it fails on one, every rank raises, and none waits for ever.
 
+    As long as nothing fails the ranks exchange one number; they exchange sentences only after a failure.
+
     The block must hold no collective of its own: a rank that failed would meet the others inside it. It may if whatever
     fails before the last of them fails on all ranks at once, as in another ``together``.
 
@@ -101,11 +107,10 @@ def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it before it is raised again
         failure = error
-    reports = gather_objects(None if failure is None else (isinstance(failure, InputError), str(failure)), group)
-    first = next(((rank, *report) for rank, report in enumerate(reports) if report is not None), None)
-    if first is None:
+    if not is_any(failure is not None, group):
         return
-    rank, is_input, sentence = first
+    reports = gather_objects(None if failure is None else (isinstance(failure, InputError), str(failure)), group)
+    rank, is_input, sentence = next((rank, *report) for rank, report in enumerate(reports) if report is not None)
     if failure is not None and not (is_input and isinstance(failure, InputError)):
         raise failure
     if is_input:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mega_rl.parallel.store import serve_store
+from mega_rl.parallel.interfaces import listen_towards
+from mega_rl.parallel.store import LOOPBACK, serve_store
 
 JOIN_TIMEOUT = datetime.timedelta(minutes=5)
 NAME = "mega_rl_weights"
@@ -45,6 +46,8 @@ def join_group(point: MeetingPoint, rank: int, store: dist.TCPStore | None = Non
     Args:
         store: of the rank that opened the meeting.
     """
+    if point.host != LOOPBACK:
+        listen_towards(point.host)
     store = store or join_store(point)
     group, _ = distributed_c10d._new_process_group_helper(
         point.world_size,

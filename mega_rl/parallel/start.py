@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import time
 import uuid
@@ -11,6 +10,8 @@ import uuid
 import torch.distributed as dist
 
 from mega_rl.errors import InputError
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0  # of rank 0 between two looks at who has come
 
 
 def store_of_this_start(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
@@ -31,25 +32,34 @@ def store_of_this_start(timeout: datetime.timedelta) -> tuple[dist.Store, int, i
 def _agree_on_start(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
     """A name that the ranks of this start have, and of no other; what earlier ones have left in the store is no matter.
 
-    Every rank leaves a word that only it knows, and takes the name that comes with this word from rank 0.
+    Every rank leaves a word that only it knows, and waits until rank 0 has left the name under this word. Rank 0 alone
+    looks again and again, more and more seldom, for the words of those that have not taken the name.
     """
-    own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    others = range(1, size)
+    own, end, pause_s = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds(), FIRST_PAUSE_S
     if rank > 0:
         store.set(f"word/{rank}", own)
-    while time.monotonic() < end:
-        if rank == 0:
-            words = {str(r): store.get(f"word/{r}").decode() for r in others if store.check([f"word/{r}"])}
-            store.set("name", json.dumps([own, words]))
-            if all(store.check([f"{own}/{r}"]) for r in others):
-                return own
-        elif store.check(["name"]):
-            name, words = json.loads(store.get("name"))
-            if words.get(str(rank)) == own:
-                store.set(f"{name}/{rank}", "")
-                return str(name)
-        time.sleep(0.02)
-    raise InputError(
+        try:
+            store.wait([f"told/{own}"], timeout)
+        except dist.DistStoreError as error:
+            raise _nobody_came(rank, size, timeout) from error
+        name = store.get(f"told/{own}").decode()
+        store.set(f"{name}/{rank}", "")
+        return name
+    missing = list(range(1, size))
+    while missing and time.monotonic() < end:
+        for other in missing:
+            if store.check([f"word/{other}"]):
+                store.set(f"told/{store.get(f'word/{other}').decode()}", own)
+        time.sleep(pause_s)
+        pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        missing = [other for other in missing if not store.check([f"{own}/{other}"])]
+    if missing:
+        raise _nobody_came(rank, size, timeout)
+    return own
+
+
+def _nobody_came(rank: int, size: int, timeout: datetime.timedelta) -> InputError:
+    return InputError(
         f"rank {rank} did not meet all {size} ranks within trainer.collective_timeout_s={timeout.total_seconds():g} s: "
         "look at the logs of the other ranks"
     )

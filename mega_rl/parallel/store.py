@@ -19,16 +19,6 @@ def is_one_node() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", world_size if world_size == "1" else "") == world_size
 
 
-def keep_to_loopback() -> None:
-    """Have gloo listen at loopback alone, where the host's name may stand for an address that others reach.
-
-    For a run on one node without a Ray cluster of the user's, whose engines may be on other nodes; call it before the
-    first group is made. ``GLOO_SOCKET_IFNAME`` in the environment stays as it is.
-    """
-    if is_one_node() and not os.environ.get("RAY_ADDRESS"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
 def serve_store(
     host: str, world_size: int | None = None, timeout: datetime.timedelta = dist.default_pg_timeout
 ) -> dist.TCPStore:

@@ -11,7 +11,7 @@ import itertools
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mega_rl.errors import InputError
 from mega_rl.fleet import events
@@ -23,6 +23,7 @@ from mega_rl.observe.timeline import Activity
 from mega_rl.simulation.lengths import Lengths
 
 NEVER = float("inf")
+TELL_S = 30.0  # between two words of an engine on what it has of its responses
 MOST_DEATHS = 100  # of an engine, on average, before the next step is trained
 
 
@@ -56,6 +57,13 @@ class SimulatedRun:
     activities: tuple[Activity, ...] = ()
 
 
+class _Prefix(NamedTuple):
+    """What engines that died have told of a response."""
+
+    tokens: int
+    oldest_version: int  # of those that sampled them
+
+
 @dataclass
 class _Machine:
     """One engine. Its progress counts the tokens that a response would have that had always been under way."""
@@ -66,6 +74,7 @@ class _Machine:
     held_until_s: float = 0.0
     version: int = -1
     under_way: list[tuple[float, int, int, float]] = field(default_factory=list)  # heap: end, attempt, sample, begin
+    given: dict[tuple[int, int], _Prefix] = field(default_factory=dict)  # what others had sampled, by attempt, sample
     changes: list[tuple[float, int]] = field(default_factory=list)  # (progress, version) from then on
     turn: int = 0  # of its newest planned event: older ones have no effect
     busy_s: float = 0.0
@@ -164,7 +173,26 @@ class Simulation:
                     f"engines that die every {self.cluster.hours_between_deaths:g} hours do so more than {MOST_DEATHS} "
                     "times each before a step is trained: simulate more hours between deaths"
                 )
+            self._tell_prefixes(event)
             self._tell(event)
+
+    def _tell_prefixes(self, event: events.Died) -> None:
+        """What another engine may go on with: all but what the dying one has sampled since its last word."""
+        if self.rules.is_pinned:
+            return
+        self._catch_up(event.engine)
+        machine = self.machines[event.engine]
+        if not machine.under_way:
+            return
+        told = machine.progress - self.random.random() * TELL_S / self._step_s(machine)
+        for _, attempt, sample, begin in machine.under_way:
+            tokens, before = int(told - begin), machine.given.get((attempt, sample))
+            if tokens <= 0 and before is None:
+                continue
+            oldest = self._count(machine, attempt, begin, begin + tokens) if tokens > 0 else -1
+            if before is not None:
+                tokens, oldest = max(0, tokens) + before.tokens, before.oldest_version
+            self._tell(events.Advanced(event.engine, event.life, attempt, sample, _Prefix(tokens, oldest)))
 
     def _kill(self, decision: events.Kill) -> None:
         machine = self.machines[decision.engine]
@@ -172,6 +200,7 @@ class Simulation:
         if machine.under_way:
             self._note(decision.engine, "sampling")
         machine.under_way.clear()
+        machine.given.clear()
         machine.changes.clear()
         machine.held_until_s, machine.version = 0.0, -1
         machine.turn += 1
@@ -209,8 +238,13 @@ class Simulation:
         if of_step is None:
             of_step = self.lengths(step, self.rules.num_groups, self.rules.group_size).tolist()
             self._step_lengths[step] = of_step
-        for sample in decision.samples:
+        for sample, prefix in zip(decision.samples, decision.prefixes, strict=True):
             end = machine.progress + of_step[ticket][sample]
+            if prefix is not None:
+                machine.given[decision.attempt, sample] = prefix
+                end -= prefix.tokens
+                prefill_s = prefix.tokens / self.cluster.prefill_tokens_per_s
+                machine.held_until_s = max(self.now, machine.held_until_s) + prefill_s
             heapq.heappush(machine.under_way, (end, decision.attempt, sample, machine.progress))
         self._changed.add(engine)
 
@@ -224,8 +258,10 @@ class Simulation:
             end, attempt, sample, begin = heapq.heappop(machine.under_way)
             if not machine.under_way:
                 self._note(engine, "sampling")
-            first = self._count(machine, attempt, begin, end)
-            self._tell(events.Answered(engine, life, attempt, sample, first, int(end - begin + 0.5)))
+            oldest, tokens = self._count(machine, attempt, begin, end), int(end - begin + 0.5)
+            if (prefix := machine.given.pop((attempt, sample), None)) is not None:
+                oldest, tokens = prefix.oldest_version, tokens + prefix.tokens
+            self._tell(events.Answered(engine, life, attempt, sample, oldest, tokens))
         if not machine.under_way:
             machine.changes.clear()
         self._changed.add(engine)

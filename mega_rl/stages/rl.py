@@ -18,7 +18,7 @@ from mega_rl.stages.sampling.validation import Validator
 from mega_rl.stages.score.scorer_of import scorer_of
 from mega_rl.stages.score.scoring import RewardWatch
 from mega_rl.stages.weights.behaviour import behaviour_policy, noise_of
-from mega_rl.stages.weights.engine_probe import EngineProbe
+from mega_rl.stages.weights.engine_probe import Rounding
 from mega_rl.stages.weights.export import export_trained
 
 
@@ -40,13 +40,13 @@ def train(job: SamplingJob) -> None:
     actor = trainer.actor(job, trainer.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = trainer.reference(job, actor)
-    builder, sync = sampling(job, actor, noise, prompts, scorer, total_steps, held_out)
+    builder, sync, probe = sampling(job, actor, noise, prompts, scorer, total_steps, held_out)
     validator = Validator(job, held_out, sync, builder, scorer)
-    probe = EngineProbe(builder.probed, job.engine_layout, job.shape.vocab_size, config, job.say)
+    rounding = Rounding(config, job.say)
     learner = learning.Learner(job, actor, reference, open_critic(job, actor, total_steps))
     watch = RewardWatch(job.say)
     state = progress.resume(job.checkpoint, job.memory, actor, builder, job.say)
-    gates = GateWatch(config, job.share.is_counted, job.say, state.step, state.metrics)
+    gates = GateWatch(config, job.share.is_counted, job.say, state.step, state.metrics, noise.sigma)
     validator.results |= state.validations
 
     with job.observer(state, total_steps) as observer, job.notice() as notice, closing(builder):
@@ -56,6 +56,7 @@ def train(job: SamplingJob) -> None:
             with job.step(step + 1):
                 with timers("sync"):
                     pushed = sync.push(version=step)
+                rounding.tell(pushed)
                 probe.check(pushed)
                 with timers("generate"):
                     batch = builder.build(step)
@@ -68,7 +69,7 @@ def train(job: SamplingJob) -> None:
                 behaviour = behaviour_policy(actor, noise, pushed)
                 metrics |= learner.update(samples, gates.of_step(step, pushed.version, pushed.sigma), behaviour)
             metrics |= rollout_metrics.sample_metrics(samples)
-            metrics |= rollout_metrics.schedule_metrics(config, noise, pushed, metrics)
+            metrics |= rollout_metrics.schedule_metrics(noise, pushed, samples, metrics)
             done = step + 1
             if progress.is_due(done, config.validation.test_freq, total_steps):
                 metrics |= validator.validate(observer, step=done)
@@ -76,7 +77,9 @@ def train(job: SamplingJob) -> None:
             reached = progress.Progress(done, validator.results, metrics)
             freq = 1 if notice.is_given() else config.checkpoint.save_freq
             progress.save_if_due(job, freq, actor, builder, reached, total_steps)
-            metrics |= job.device_metrics() | rollout_metrics.time_metrics(timers.collect(), samples)
+            reports = job.reports_of_step()
+            metrics |= job.device_metrics(reports) | rollout_metrics.time_metrics(reports, samples)
+            timers.collect()
             observer.log(done, metrics)
             job.stop_if_given(notice, done)
 

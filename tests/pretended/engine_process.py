@@ -19,13 +19,13 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.distributed.bridge.test_bridge_execute import local_parameters
 from tests.launching.training import STRUCK_LOG as LOG
 from tests.models.vision_models import MERGE, PATCH
-from tests.pretended.tokens import Response
+from tests.pretended.tokens import Response, first_logprobs
 
 PAUSE = ".pause"  # of a file beside the log: as long as it is there, engines make no step
 
@@ -43,12 +43,14 @@ class PretendedEngine:
     Pictures of prompts must have come with the requests, each of as many pixels as its tokens stand for.
     """
 
-    def __init__(self, step_s: float, pictures: Mapping[str, Pixels]) -> None:
-        self._step_s, self._pictures = step_s, pictures
+    def __init__(self, step_s: float, pictures: Mapping[str, Pixels], is_pinned: bool) -> None:
+        self._step_s, self._pictures, self._is_pinned = step_s, pictures, is_pinned
         self.live: dict[str, torch.Tensor] = {}
         self._digest = self._version = -1
         self._under_way: dict[int, Response] = {}
         self._number = 0
+
+    num_slots = 256
 
     @property
     def num_unfinished(self) -> int:
@@ -74,9 +76,12 @@ class PretendedEngine:
         return [(number, self._under_way.pop(number).trajectory()) for number in ended]
 
     def exchange(self, write: Callable[[Mapping[str, torch.Tensor]], None], version: int) -> None:
-        assert not self._under_way, "weights change under a pinned ticket"
+        assert not (self._under_way and self._is_pinned), "weights change under a pinned ticket"
         write(self.live)
         self._version, self._digest = version, digest(self.live)
+
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return [first_logprobs(self._digest, prompt_ids, temperature)]
 
     def abandon(self) -> None:
         self._under_way.clear()
@@ -90,10 +95,13 @@ class PretendedProcess(EngineProcess):
 
     step_s = 0.02
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
         self._tensor_rank = tensor_rank
-        self._engine = self._sampler = PretendedEngine(self.step_s, self._shown)  # type: ignore[assignment]
+        is_pinned = spec.rollout.mode == "pinned"
+        engine = PretendedEngine(self.step_s, self._shown, is_pinned)
+        self._engine = self._sampler = engine  # type: ignore[assignment]
         self._model_path = "" if spec.rollout.vllm.get("load_format") == "dummy" else spec.model_path
+        return self.engine.num_slots
 
     def inspect(self, function: Callable[..., Any], written: Sequence[Series], *arguments: Any) -> Any:
         """As if ``written`` had been loaded at the start."""
@@ -106,16 +114,18 @@ class PretendedProcess(EngineProcess):
         model = {piece.hf_name: reader.read(piece.hf_name, whole_box(reader.shape(piece.hf_name))) for piece in slices}
         return local_parameters(slices, {name: tensor.to(dtype) for name, tensor in model.items()}, dtype)
 
-    def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
+    def attach(self, form: StoreForm) -> None:
+        super().attach(form)
         if not self.engine.live:  # type: ignore[attr-defined]
-            live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in form.places[0].items()}
+            places = form.plan(0).fixed.places | form.plan(0).slot.places
+            live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in places.items()}
             self.engine.live = live  # type: ignore[attr-defined]
-        super().load(form, location, stored)
 
 
 class PretendedKeptProcess(PretendedProcess, KeptEngine):
     """The same on a cluster of the user's own."""
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
-        super().start(spec, tensor_rank, point)
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
+        num_slots = super().start(spec, tensor_rank, point)
         self._started_as = kept_engine.digest(spec)
+        return num_slots

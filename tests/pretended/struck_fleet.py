@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -14,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.fleet import events
-from mega_rl.fleet.executor import Requests
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.remote import placement
-from mega_rl.rollout.remote.fleet import leases, ray_executor
+from mega_rl.rollout.remote.fleet import leases, partial_responses, ray_executor
 from mega_rl.rollout.remote.fleet.calls import Life
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.load_checks import LoadChecks
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 from mega_rl.stages.sampling import fleet_batches, sampling
@@ -74,17 +74,23 @@ class WatchedExecutor(RayExecutor):
 class PatientExecutor(RayExecutor):
     """Has an engine wait for newer weights that the rest of its responses may have, once these have a few tokens.
 
-    So weights change within responses, whoever is faster. Of one engine.
+    So weights change within responses, whoever is faster. Of one engine, which is killed as soon as it has told of a
+    response of the second step: the engine after it is to go on with that.
     """
 
     def __init__(self, *arguments: Any) -> None:
         self._steps: dict[tuple[int, int], int] = {}  # of the responses under way, by attempt and sample
-        self._version, self._has_begun = -1, False
+        self._version, self._has_begun, self._is_struck = -1, False, False
         super().__init__(*arguments)
 
     def carry(self, decision: events.Start | events.Kill | events.Release | events.Load | events.Issue) -> None:
         if isinstance(decision, events.Issue):
             self._steps |= {(decision.attempt, sample): decision.key.step for sample in decision.samples}
+            for prefix in decision.prefixes:
+                if prefix is not None:
+                    print(f"GOES ON {prefix.num_sampled} {len(prefix.prompt.images)}", flush=True)
+        elif isinstance(decision, events.Kill):
+            self._steps.clear()
         super().carry(decision)
 
     def events(self, wait_s: float) -> list[events.Event]:
@@ -95,6 +101,9 @@ class PatientExecutor(RayExecutor):
                 del self._steps[event.attempt, event.sample]
             elif isinstance(event, events.Loaded):
                 self._version, self._has_begun = event.version, False
+            elif isinstance(event, events.Advanced) and not self._is_struck and self._steps[event[2:4]]:
+                self._is_struck = True
+                os.kill(self._lives[event.engine].processes[0], signal.SIGKILL)
         return said
 
     def _ask(self, engine: int, life: Life) -> None:
@@ -134,13 +143,13 @@ class WatchedScheduler(FleetScheduler):
 def calm_executor(
     checks: LoadChecks,
     num_engines: int,
-    requests: Requests,
+    work: Work,
     store: Store,
     stored: Mapping[int, StoredVersion],
     *_: object,
 ) -> PretendedExecutor:
     """Engines of this process that have the tokens of ``PretendedProcess``, in the place of a ``RayExecutor``."""
-    return PretendedExecutor(requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
+    return PretendedExecutor(work.requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
 
 
 def hold(steps: Sequence[int]) -> None:
@@ -169,6 +178,7 @@ def watch(kind: str, held: Sequence[int] = ()) -> None:
     if kind == "patient":
         sampling.RayExecutor = PatientExecutor  # type: ignore[misc]
         ray_executor.MAX_STEPS, ray_executor.NUM_AHEAD = 2, 1
+        ray_executor.LEAST_TOKENS, partial_responses.TELL_S = 1, 0.0
         return
     sampling.RayExecutor = calm_executor if kind == "calm" else WatchedExecutor  # type: ignore[misc, assignment]
     fleet_batches.FleetScheduler = WatchedScheduler  # type: ignore[misc]

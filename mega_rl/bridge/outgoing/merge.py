@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.bridge.lora import Factors, update
-from mega_rl.bridge.outgoing.transform import Changed
+from mega_rl.bridge.outgoing.transform import Changed, Notes
 from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box
 
@@ -27,6 +27,14 @@ class MergeRecord:
     largest_b: float = 0.0  # magnitude; 0: the adapters add nothing
     num_elements: int = 0  # that were read of weights with an adapter that adds something
     num_unchanged: int = 0  # of them, those that the engine holds as without the adapter
+
+
+LARGEST_B, UNCHANGED = "adapter/largest_b", "adapter/unchanged_fraction"
+
+
+def magnitudes(tensors: Sequence[Tensor]) -> list[float]:
+    """The largest magnitude of each; the device is waited for once."""
+    return torch.stack([tensor.abs().amax().float() for tensor in tensors]).tolist() if tensors else []
 
 
 class LoraMerge:
@@ -45,26 +53,34 @@ class LoraMerge:
 
     def for_sync(self, read: Read, version: int) -> Changed:
         """``read`` with the adapters as they are now; collective."""
-        factors = {name: own for name, own in self._factors().items() if not own.is_zero}
-        record = MergeRecord(max((float(own.b.abs().max()) for own in factors.values()), default=0.0))
+        every = self._factors()
+        largest = dict(zip(every, magnitudes([own.b for own in every.values()]), strict=True))
+        factors = {name: own for name, own in every.items() if largest[name] != 0}
+        largest_b = max((largest[name] for name in factors), default=0.0)
+        num_elements, unchanged = 0, list[Tensor]()  # counts, which stay on the device until the end of the sync
 
         def with_adapter(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
             if hf_name not in factors:
                 return read(local_name, hf_name, hf_box, local_box)
             weight = self._weights(local_name, hf_name, hf_box, local_box)
+            nonlocal num_elements
             result = update(factors[hf_name], hf_box).add_(weight).to(self._dtype)
-            record.num_elements += result.numel()
-            record.num_unchanged += int((result == weight.to(self._dtype)).sum())
+            num_elements += result.numel()
+            unchanged.append((result == weight.to(self._dtype)).sum())
             return result
 
-        return Changed(with_adapter, record=record, metrics=merge_metrics)
+        def record() -> MergeRecord:
+            num_unchanged = int(torch.stack(unchanged).sum()) if unchanged else 0
+            return MergeRecord(largest_b, num_elements, num_unchanged)
+
+        return Changed(with_adapter, notes=Notes(record, merge_metrics, (LARGEST_B, UNCHANGED)))
 
 
 def merge_metrics(records: Sequence[MergeRecord]) -> dict[str, float]:
     """The ``adapter/*`` figures of one sync over all ranks."""
-    found = {"adapter/largest_b": max(record.largest_b for record in records)}
+    found = {LARGEST_B: max(record.largest_b for record in records)}
     if num_elements := sum(record.num_elements for record in records):
-        found["adapter/unchanged_fraction"] = sum(record.num_unchanged for record in records) / num_elements
+        found[UNCHANGED] = sum(record.num_unchanged for record in records) / num_elements
     return found
 
 
@@ -81,13 +97,16 @@ class ScaledAdapters:
         self._scales, self._adapters, self._dtype = scales, adapters, dtype
 
     def for_sync(self, read: Read, version: int) -> Changed:
-        record = MergeRecord()
+        seen = list[Tensor]()  # largest magnitudes, which stay on the device until the end of the sync
 
         def scaled(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> Tensor:
             if hf_name not in self._scales:
                 return read(local_name, hf_name, hf_box, local_box)
             b = self._adapters(local_name, hf_name, hf_box, local_box)
-            record.largest_b = max(record.largest_b, float(b.abs().max()))
+            seen.append(b.abs().amax().float())
             return (b.float() * self._scales[hf_name]).to(self._dtype)
 
-        return Changed(scaled, record=record, metrics=merge_metrics)
+        def record() -> MergeRecord:
+            return MergeRecord(max(torch.stack(seen).tolist(), default=0.0) if seen else 0.0)
+
+        return Changed(scaled, notes=Notes(record, merge_metrics, (LARGEST_B, UNCHANGED)))

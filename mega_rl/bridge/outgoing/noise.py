@@ -30,7 +30,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from mega_rl.bridge.outgoing.transform import Changed
+from mega_rl.bridge.outgoing.transform import Changed, Notes
 from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box, extents, indices
 from mega_rl.config.schema.sampling import AqnConfig, NormRole
@@ -267,6 +267,7 @@ class SyncNoise:
         return self._drawn[hf_name]
 
 
+METRICS = ("aqn/effective_sigma", "aqn/changed_fraction", "aqn/num_tensors", "aqn/noise_hash")
 Masters = Callable[[Iterable[str]], Mapping[str, Tensor]]  # HF names -> whole float32 weights held here; collective
 
 
@@ -310,7 +311,8 @@ class AqnTransform:
                 return read(local_name, hf_name, hf_box, local_box)
             return noise.apply(hf_name, masters[hf_name][indices(hf_box)], self.shapes[hf_name], hf_box, self.dtype)
 
-        return Changed(noisy, sigma, noise.records, partial(noise_metrics, num_targets=len(self.targets)))
+        metrics = partial(noise_metrics, num_targets=len(self.targets))
+        return Changed(noisy, sigma, Notes(lambda: noise.records, metrics, METRICS))
 
 
 def noise_metrics(records_of_ranks: Iterable[Records], num_targets: int) -> dict[str, float]:
@@ -337,12 +339,13 @@ def noise_metrics(records_of_ranks: Iterable[Records], num_targets: int) -> dict
     # In a fixed order, so that the sum's last bit does not depend on which rank holds what.
     ordered = [boxes[key] for key in sorted(boxes)]
     num_elements = max(1, sum(record.num_elements for record in ordered))
-    return {
-        "aqn/effective_sigma": math.sqrt(sum(record.square_sum for record in ordered) / num_elements),
-        "aqn/changed_fraction": sum(record.num_changed for record in ordered) / num_elements,
-        "aqn/num_tensors": float(len(hashes)),
-        "aqn/noise_hash": float(sum(hashes.values()) % (1 << HASH_BITS)),
-    }
+    figures = (
+        math.sqrt(sum(record.square_sum for record in ordered) / num_elements),
+        sum(record.num_changed for record in ordered) / num_elements,
+        float(len(hashes)),
+        float(sum(hashes.values()) % (1 << HASH_BITS)),
+    )
+    return dict(zip(METRICS, figures, strict=True))
 
 
 def _geometric(start: float, end: float, i: int, last: int) -> float:

@@ -61,11 +61,11 @@ def mxfp4(blocks_NS: Tensor, tensor_amax: float) -> Tensor:
 
 def nvfp4(blocks_NS: Tensor, tensor_amax: float) -> Tensor:
     """Blocks [N, S] float32 as NVFP4 holds them; ``tensor_amax`` is the whole tensor's largest magnitude."""
-    tensor_scale = torch.tensor(tensor_amax, dtype=torch.float32) / (E2M1_MAX * E4M3_MAX)
+    tensor_scale = (torch.tensor(tensor_amax, dtype=torch.float32) / (E2M1_MAX * E4M3_MAX)).item()
     if tensor_scale == 0:
         return torch.zeros_like(blocks_NS)
-    wanted = blocks_NS.abs().amax(1, keepdim=True) / E2M1_MAX / tensor_scale.item()
-    scales = round_to_float(wanted, 3, E4M3_MIN_EXPONENT, E4M3_MAX) * tensor_scale.item()
+    wanted = blocks_NS.abs().amax(1, keepdim=True) / E2M1_MAX / tensor_scale
+    scales = round_to_float(wanted, 3, E4M3_MIN_EXPONENT, E4M3_MAX) * tensor_scale
     # A block far below the tensor's largest has scale 0, and so has every element.
     elements = round_to_float(blocks_NS / scales.where(scales > 0, 1.0), 1, E2M1_MIN_EXPONENT, E2M1_MAX)
     return elements * scales

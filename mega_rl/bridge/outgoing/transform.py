@@ -15,8 +15,13 @@ from typing import Any, Protocol
 from mega_rl.bridge.reshard.execute import Read
 
 
-def _no_metrics(records_of_ranks: Sequence[Any]) -> dict[str, float]:
-    return {}
+@dataclass(frozen=True)
+class Notes:
+    """What the ranks note of one transform in one sync, and what it comes to."""
+
+    record: Callable[[], Any]  # of this rank, asked once after the sync has read everything; can be pickled
+    metrics: Callable[[Sequence[Any]], dict[str, float]]  # of the records of all ranks
+    names: Sequence[str]  # of these metrics, the same on every rank; some may be left out
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,7 @@ class Changed:
 
     read: Read
     sigma: float = 0.0  # standard deviation of the random noise that it adds; 0.0: none
-    record: Any = None  # what this rank notes while ``read`` is used, for the metrics; can be pickled
-    metrics: Callable[[Sequence[Any]], dict[str, float]] = _no_metrics  # of the records of all ranks, after the sync
+    notes: Notes | None = None  # for the metrics; None: there are none
 
 
 class Transform(Protocol):
@@ -54,16 +58,24 @@ class Outgoing:
         return max((change.sigma for change in self.changes), default=0.0)
 
     @property
+    def names(self) -> list[str]:
+        """Of the figures of all transforms; empty if none of them notes anything."""
+        return [name for notes in self._notes for name in notes.names]
+
     def records(self) -> list[Any]:
-        """What this rank noted, by transform; complete when the sync has read everything."""
-        return [change.record for change in self.changes]
+        """What this rank noted, by transform that notes anything; once, after the sync has read everything."""
+        return [notes.record() for notes in self._notes]
 
     def metrics(self, records_of_ranks: Sequence[Sequence[Any]]) -> dict[str, float]:
         """The figures of all transforms; ``records_of_ranks`` are the ``records`` of every rank."""
         found: dict[str, float] = {}
-        for change, records in zip(self.changes, zip(*records_of_ranks, strict=True), strict=True):
-            found |= change.metrics(records)
+        for notes, records in zip(self._notes, zip(*records_of_ranks, strict=True), strict=True):
+            found |= notes.metrics(records)
         return found
+
+    @property
+    def _notes(self) -> list[Notes]:
+        return [change.notes for change in self.changes if change.notes is not None]
 
 
 def fold(transforms: Iterable[Transform], read: Read, version: int) -> Outgoing:

@@ -59,7 +59,8 @@ from mega_rl.megatron.checkpoint.writers import (
 )
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
-from mega_rl.parallel.collectives import broadcast_object, gather_objects, gather_to_first, own_name, together
+from mega_rl.parallel.collectives import gather_objects, gather_to_first, own_name, together
+from mega_rl.parallel.figures import is_any
 
 UNFINISHED = (".step_*.incomplete", ".step_*.replaced")  # what a killed save leaves
 LATE_WAIT_S = 5.0  # for the late part at a time: ranks wait for rank 0 in a collective, which has a limit
@@ -189,7 +190,7 @@ class CheckpointWriter:
             with together("closing a checkpoint"):
                 if dist.get_rank() == 0:
                     found = self._open.late.get_late(LATE_WAIT_S if wait else 0.0)
-            is_there = broadcast_object(found is not None)
+            is_there = is_any(found is not None)  # only rank 0 asks
             if not wait and not is_there:
                 return
         publish, self._open = self._open.publish, None

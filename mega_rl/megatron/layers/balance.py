@@ -26,7 +26,7 @@ from torch import Tensor
 from mega_rl.config.schema.learning import RouterConfig
 from mega_rl.microbatch import Microbatch
 from mega_rl.models.mixture import Mixture
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.figures import summed
 from mega_rl.parallel.zigzag import PADDING
 
 
@@ -41,8 +41,7 @@ class BalanceTotals:
     def of(cls, microbatches: Sequence[Microbatch], is_counted: bool) -> BalanceTotals:
         """Collective; ``is_counted``: whether a sum over ranks includes this one."""
         lengths = [length for microbatch in microbatches for length in microbatch.lengths] if is_counted else []
-        parts = gather_objects((len(lengths), sum(lengths)))
-        return cls(*(sum(column) for column in zip(*parts, strict=True)))
+        return cls(*summed([len(lengths), sum(lengths)]))
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ HEALTHY: dict[str, str] = {
     "gate/ppo_kl": "0 on a CPU; never above trainer.gates.ppo_kl",
     "gate/ratio": "0 on a CPU; never above trainer.gates.ratio",
     "gate/engine": "about 1e-6 in float32, 1e-3 to 1e-2 in bfloat16; never above trainer.gates.engine",
+    "gates/engine_tokens": "all learnt tokens where every step samples with its own weights; 0 with rollout.mode "
+    "pinned and max_staleness above 0",
+    "rollout/logprob_diff_of_staleness/*": "steady, larger for older weights; a run ends at four times the last "
+    "steps, or 0.1 if that is more",
     "rollout/logprob_diff_mean": "steady: about 1e-6 in float32, 1e-3 to 1e-2 in bfloat16, more with noise; a run ends "
     "above trainer.gates.engine",
     "rollout/logprob_diff_max": "single tokens may reach 1 in bfloat16; steady",

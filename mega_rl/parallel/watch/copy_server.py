@@ -84,12 +84,13 @@ class CopyServer:
                 return
 
     def _answer(self, message: dict[str, Any], content: bytearray) -> tuple[dict[str, Any], bytes | bytearray]:
-        with self._lock:
-            if message["do"] == "put":
-                is_whole = digest_of(content) == message["digest"]
-                if is_whole:
+        if message["do"] == "put":
+            is_whole = digest_of(content) == message["digest"]  # unlocked: ranks of a node hash side by side
+            if is_whole:
+                with self._lock:
                     self._put(message, content)
-                return {"is_kept": is_whole}, b""
+            return {"is_kept": is_whole}, b""
+        with self._lock:
             if message["do"] == "list":
                 return {"copies": [kept for kept, _ in self._copies.values()]}, b""
             kept, body = self._copies.get((message["rank"], message["step"]), ({}, bytearray()))

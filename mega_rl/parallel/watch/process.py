@@ -16,7 +16,7 @@ from mega_rl import platform
 from mega_rl.config import RunConfig
 from mega_rl.errors import InputError, shown
 from mega_rl.parallel.collectives import join_world, own_name
-from mega_rl.parallel.store import keep_to_loopback
+from mega_rl.parallel.interfaces import choose_interface
 
 TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"  # an environment variable that torchrun gives to the processes it starts
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # one for each rank: where it may say why it ended, which ours do not
@@ -43,7 +43,7 @@ def join(config: RunConfig) -> torch.device:
     device = here.set_device(local_rank)
     platform.use_kernels(config.platform.kernels)
     platform.check_layers(config.platform.layers, here.name)
-    keep_to_loopback()
+    choose_interface()
     join_world(here.backend, config.trainer.collective_timeout_s)
     return device
 

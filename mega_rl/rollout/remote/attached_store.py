@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import psutil
+import torch
 
-from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm
+from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm, WantedVersion, take
 
 WATCH_S = 1.0  # between two looks whether the store's process is there
 
@@ -21,19 +22,36 @@ class AttachedStore:
     """
 
     def __init__(self) -> None:
+        self._form: StoreForm | None = None
         self._store: Store | None = None
         self._lock = threading.Lock()  # held while weights are read
         self._is_watched = False
+        self._has_fixed = False  # whether the engine holds what no version of this form changes, proved
+        self.num_bytes = 0  # copied so far
+
+    def know(self, form: StoreForm, worker: int) -> None:
+        """Weights will come from stores of this form; what follows from it for the worker is computed here, once."""
+        self._form, self._has_fixed = form, False
+        form.plan(worker)
+
+    def take(
+        self, store: Store, worker: int, slot: int, wanted: WantedVersion, live: Mapping[str, torch.Tensor]
+    ) -> None:
+        """As ``weight_store.take``: all at first, then only what can differ."""
+        self.num_bytes += take(store, worker, slot, wanted, live, self._has_fixed)
+        self._has_fixed = True
 
     @contextmanager
-    def at(self, form: StoreForm, location: Location) -> Iterator[Store]:
+    def at(self, location: Location) -> Iterator[Store]:
         """The store there, which stays mapped afterwards: attached to anew if it is another one than the last time.
 
         Raises:
             OSError: its process is gone.
         """
+        form = self._form
+        assert form is not None, "weights before the form of the stores is known"
         with self._lock:
-            found = self._store
+            found, location = self._store, location._replace(slot=0)
             if found is None or (found.location, found.form.salt) != (location, form.salt):
                 self._give_back()
                 found = self._store = Store(form, location)

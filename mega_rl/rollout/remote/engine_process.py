@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.partial import ResponsePiece
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.attached_store import AttachedStore
-from mega_rl.rollout.remote.weight_store import Location, StoredVersion, StoreForm, take
+from mega_rl.rollout.remote.weight_store import Location, RewrittenError, Store, StoreForm, WantedVersion
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Trajectory
@@ -37,6 +38,7 @@ from mega_rl.types import Trajectory
 KERNEL_COMPONENTS = ("torch", "cann", "vllm", "vllm-ascend", "triton-ascend")
 KERNEL_PACKAGES = ("triton", "flashinfer-python")
 KERNEL_WORDS = ("MOE", "FLASHINFER", "GEMM", "MARLIN", "QUANT", "CUTLASS", "AITER", "AMX", "SGL")
+REST_S = 0.05  # of an engine that is told to sample on without whole weights
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,14 @@ class WorkerPlace(NamedTuple):
     pulse: int  # the number of a file of the process, for ``read_pulse``
 
 
+class LoadResult(IntEnum):
+    """What has become of a load; an engine's is the worst of its workers'."""
+
+    TORN = 0  # weights were replaced while they were copied: the engine holds some of both, and makes no step
+    MISSED = 1  # other weights are in their place: it holds what it held before
+    WHOLE = 2
+
+
 class EngineProcess:
     """One tensor-parallel worker: the workers of an engine are given the same calls in the same order."""
 
@@ -79,6 +89,8 @@ class EngineProcess:
         self._tickets: dict[int, tuple[int, int]] = {}  # request's number -> attempt and sample of its ticket
         self._told: dict[int, int] = {}  # request's number -> tokens that ``grown`` has returned
         self._weights = AttachedStore()
+        self._workers: dist.ProcessGroup | None = None  # of this engine, on the host; None: it is the only one
+        self._is_torn = False  # whether the last load left weights that no version has
         self._shown: dict[str, Pixels] = {}  # the pictures of the requests that are being taken
 
     def whereabouts(self) -> WorkerPlace:
@@ -108,8 +120,8 @@ class EngineProcess:
         point, self._store = open_meeting(LOOPBACK, backend, size, spec.collective_timeout_s)
         return point
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
-        """Build the engine; returns when it can sample.
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
+        """Build the engine; returns when it can sample: how many responses at a time.
 
         Raises:
             InputError: as ``VLLMEngine``.
@@ -147,6 +159,7 @@ class EngineProcess:
         )
         if spec.episodes is not None:
             self._sampler = episodes_on(self._engine, spec.episodes(), tensor_rank, point.world_size)
+        return self._engine.num_slots
 
     def accept(self) -> None:
         """The trainer's word that engines of this kind load the model as it does: from here on this one serves."""
@@ -224,7 +237,13 @@ class EngineProcess:
         self._tickets |= zip(numbers, ((attempt, sample) for sample in samples), strict=True)
 
     def proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
-        """``advance`` for what ``issue`` began: (attempt, sample, response), on the engine's first worker only."""
+        """``advance`` for what ``issue`` began: (attempt, sample, response), on the engine's first worker only.
+
+        Does nothing while the engine has no whole weights.
+        """
+        if self._is_torn:
+            time.sleep(REST_S)
+            return []
         ended: Sequence[tuple[int, Ended]] = []
         for _ in range(max_steps):
             if ended or not self.sampler.num_unfinished:
@@ -246,16 +265,55 @@ class EngineProcess:
         self._told = {number: told for number, told in self._told.items() if number in self._tickets}
         return [(*self._tickets[number], piece) for number, piece in found.items()]
 
-    def load(self, form: StoreForm, location: Location, stored: StoredVersion) -> None:
+    def attach(self, form: StoreForm) -> None:
+        """Weights will come from stores of this form; collective among the engine's workers."""
+        self._weights.know(form, self._tensor_rank)
+        if self._workers is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._workers = dist.new_group(backend="gloo")
+
+    def load(self, location: Location, wanted: WantedVersion) -> LoadResult:
         """Take a version from the store of this node, and prove it; requests under way go on with it.
+
+        Collective among the engine's workers, which have one answer.
 
         Raises:
             InputError: the engine cannot be written to in place.
             RuntimeError: the engine holds something else after it.
         """
-        with self._weights.at(form, location) as weights:
-            write = partial(take, weights, self._tensor_rank, stored)
-            self.engine.exchange(write, stored.version)
+        with self._weights.at(location) as store:
+            is_there = store.stamp_of(self._tensor_rank, location.slot) == wanted.stamp
+            if self._worst(LoadResult.WHOLE if is_there else LoadResult.MISSED) is LoadResult.MISSED:
+                return LoadResult.MISSED
+            self._is_torn = True
+            try:
+                self.engine.exchange(lambda live: self._take(store, location.slot, wanted, live), wanted.version)
+            except RewrittenError:
+                return LoadResult.TORN
+        self._is_torn = False
+        return LoadResult.WHOLE
+
+    def _take(self, store: Store, slot: int, wanted: WantedVersion, live: Mapping[str, torch.Tensor]) -> None:
+        """
+        Raises:
+            RewrittenError: on all workers, if the version was replaced before one of them had it.
+        """
+        result = LoadResult.TORN
+        try:
+            self._weights.take(store, self._tensor_rank, slot, wanted, live)
+            result = LoadResult.WHOLE
+        except RewrittenError:
+            pass
+        finally:  # after a failure too: the others wait here
+            worst = self._worst(result)
+        if worst is LoadResult.TORN:
+            raise RewrittenError
+
+    def _worst(self, result: LoadResult) -> LoadResult:
+        if self._workers is None:
+            return result
+        found = torch.tensor(result.value)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._workers)
+        return LoadResult(int(found))
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         return self.engine.first_logprobs(prompt_ids, temperature)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -105,7 +106,12 @@ class RemoteEngines:
         ended: list[Trajectory] = fleet.results(calls, "sampling", first_worker=first_worker)[0]
         HEART.mark()
         self._loads[engine] -= len(ended)
-        return ended
+        return [self._named(trajectory, engine) for trajectory in ended]
+
+    def _named(self, trajectory: Trajectory, engine: int) -> Trajectory:
+        """With the engine that sampled it, if it was one alone."""
+        request = self._under_way[trajectory.prompt.index, trajectory.sample_index]
+        return trajectory if request.tail is not None else replace(trajectory, engine=engine)
 
     def _told(self, trajectories: list[Trajectory]) -> Sequence[Ended]:
         """What rank 0 has got, and on the others the requests that it answers. Collective."""

@@ -2,27 +2,31 @@
 
 The memory belongs to one process and has no name in any file system: other processes of the same user on the node map
 it through that process's open files, and it is gone when the last of them ends, however they end. Every worker of an
-engine has a part of its own, which all engines of the node share; a part has one slot per version that must be there at
-a time. A slot is written anew for a later version, so a reader proves what it has read by its digest.
+engine has memory of its own, which all engines of the node share: one part with the parameters that are the same in
+all versions, and one slot for every version that must be there at a time. Each begins with a stamp, which changes when
+it is written anew, and with the hashes of its tensors. A reader has asked for a stamp and knows the digest of the
+hashes, so it tells weights that newer ones have replaced from weights that are wrong.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 
 from mega_rl.bridge.mapping.live_check import difference
-from mega_rl.bridge.reshard.deposit import Digest, summed
 from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
@@ -30,53 +34,113 @@ from mega_rl.errors import InputError
 from mega_rl.fleet.tickets import named
 
 ALIGNMENT = 4096  # of every parameter, bytes: a page
+PROOF_BYTES = 16  # of the digest of a part's hashes
 LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
+Hashes = npt.NDArray[np.uint64]  # of the tensors of a part, in its order
 
-class SlotPlace(NamedTuple):
-    """Where one parameter of a worker lies in its slot."""
+
+class PartPlace(NamedTuple):
+    """Where one parameter of a worker lies in its part of the store."""
 
     start: int  # bytes
     size: tuple[int, ...]
 
 
+class Part:
+    """How some parameters of a worker lie together: a page with the stamp, the hashes of the tensors, the parameters.
+
+    A parameter is no larger than the slices say: rows of padding are left out.
+    """
+
+    def __init__(self, slices: Sequence[Slice], dtype: torch.dtype) -> None:
+        self.slices, self.dtype = slices, dtype
+        numbers: dict[tuple[str, str], int] = {}
+        of_slices = [numbers.setdefault((s.local_name, s.hf_name), len(numbers)) for s in slices]
+        self.numbers = numbers  # (local parameter, Hugging Face tensor) -> the tensor's place among the hashes
+        self._of_slices = np.array(of_slices, dtype=np.int64)  # the tensor that each slice is of
+        self.places = _places(slices, dtype, start=_aligned(ALIGNMENT + 8 * len(numbers)))
+        ends = (place.start + prod(place.size) * dtype.itemsize for place in self.places.values())
+        self.num_bytes = _aligned(max(ends, default=ALIGNMENT))
+
+    def parameters(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameters that lie in the memory of such a part, by the engine's names."""
+        return {
+            name: memory[start : start + prod(size) * self.dtype.itemsize].view(self.dtype).view(size)
+            for name, (start, size) in self.places.items()
+        }
+
+    def hashes_in(self, memory: torch.Tensor) -> Hashes:
+        """Where the hashes of the tensors lie."""
+        found: Hashes = memory[ALIGNMENT : ALIGNMENT + 8 * len(self.numbers)].numpy().view(np.uint64)
+        return found
+
+    def hashes_of(self, live: Mapping[str, torch.Tensor], salt: int) -> Hashes:
+        """The hashes of the same tensors in an engine's live parameters."""
+        found = np.zeros(len(self.numbers), dtype=np.uint64)
+        of_slices = np.array(live_hashes(live, self.slices, salt), dtype=np.int64).view(np.uint64)
+        np.add.at(found, self._of_slices, of_slices)  # pieces of a tensor add up
+        return found
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """How the memory of one worker is divided."""
+
+    fixed: Part  # what no version changes
+    slot: Part  # what differs from version to version
+
+    @property
+    def parts(self) -> tuple[Part, Part]:
+        return self.fixed, self.slot
+
+    def num_bytes(self, num_slots: int) -> int:
+        return self.fixed.num_bytes + num_slots * self.slot.num_bytes
+
+
 @dataclass(frozen=True)
 class StoreForm:
-    """What the stores of a run hold; the same on every node."""
+    """What the stores of a run hold; the same on every node. What follows from it does not travel with it."""
 
     workers: tuple[tuple[Series, ...], ...]  # of one engine, by tensor rank: all that it holds
     dtype: torch.dtype
-    num_slots: int  # versions that are there at a time
+    num_slots: int  # versions that are there at a time, on the trainer's node
     salt: int  # of all digests
     has_validation: bool = False  # one more slot, for the weights of validations, whose numbers are negative
+    # By worker, series of all tensors that can differ between two versions; None: all can.
+    changing: tuple[tuple[Series, ...], ...] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_plans"}
 
     @cached_property
-    def slices(self) -> list[list[Slice]]:
-        """By worker."""
-        return [slices_of(series) for series in self.workers]
+    def _plans(self) -> dict[int, WorkerPlan]:
+        return {}
 
-    @cached_property
-    def places(self) -> list[dict[str, SlotPlace]]:
-        """By worker, of every parameter; no larger than the slices say: rows of padding are left out."""
-        return [_places(slices, self.dtype) for slices in self.slices]
+    def plan(self, worker: int) -> WorkerPlan:
+        if worker not in self._plans:
+            slices, names = slices_of(self.workers[worker]), self._changing_parameters(worker)
+            of_parts: tuple[list[Slice], list[Slice]] = [], []
+            for piece in slices:
+                of_parts[names is None or piece.local_name in names].append(piece)
+            self._plans[worker] = WorkerPlan(*(Part(of_part, self.dtype) for of_part in of_parts))
+        return self._plans[worker]
 
-    @cached_property
-    def slot_bytes(self) -> list[int]:
-        """By worker."""
-        return [max(map(self._end, places.values()), default=0) for places in self.places]
-
-    def _end(self, place: SlotPlace) -> int:
-        return _aligned(place.start + prod(place.size) * self.dtype.itemsize)
+    def _changing_parameters(self, worker: int) -> set[str] | None:
+        """The parameters with a tensor that can differ; None: all."""
+        return None if self.changing is None else {s.local_name for s in slices_of(self.changing[worker])}
 
     @property
-    def total_bytes(self) -> int:
-        return self.all_slots * sum(self.slot_bytes)
+    def plans(self) -> list[WorkerPlan]:
+        """By worker."""
+        return [self.plan(worker) for worker in range(len(self.workers))]
 
     @property
     def all_slots(self) -> int:
         return self.num_slots + self.has_validation
 
     def slot(self, version: int) -> int:
+        """Of a version, on the trainer's node."""
         assert version >= 0 or self.has_validation, f"a store without a place for validations has none for {version}"
         return version % self.num_slots if version >= 0 else self.num_slots
 
@@ -86,24 +150,44 @@ class StoreForm:
 
 
 class Location(NamedTuple):
-    """How processes of a node find its store."""
+    """How processes of a node find its store, and a version in it."""
 
     process: int
     files: tuple[int, ...]  # of that process, by worker
+    slot: int = 0
+
+
+class WantedVersion(NamedTuple):
+    """What one worker of an engine is to load."""
+
+    version: int
+    stamp: int
+    proofs: tuple[bytes, bytes]  # digests of the hashes of what no version changes, and of the slot
 
 
 class StoredVersion(NamedTuple):
     """A version that is whole."""
 
     version: int
-    digests: list[Digest]  # by worker
+    stamp: int
+    proofs: tuple[tuple[bytes, bytes], ...]  # by worker
+
+    def of(self, worker: int) -> WantedVersion:
+        return WantedVersion(self.version, self.stamp, self.proofs[worker])
+
+
+class RewrittenError(Exception):
+    """Newer weights have taken the place of those that were being read: the reader holds some of both."""
 
 
 class Store:
     """The store of this node, in the process that owns it or in one that has attached to it."""
 
-    def __init__(self, form: StoreForm, location: Location | None = None) -> None:
+    def __init__(self, form: StoreForm, location: Location | None = None, num_slots: int | None = None) -> None:
         """Take the memory, or attach to what another process of this node has taken.
+
+        Args:
+            num_slots: of a store whose memory is taken here; None: those of the trainer's node.
 
         Raises:
             InputError: the host has not so much memory.
@@ -112,27 +196,50 @@ class Store:
         self.form = form
         self._own: list[int] = []
         if location is None:
-            check_room(form, available_bytes())
-            self._own = [_new_file(worker, form.all_slots * size) for worker, size in enumerate(form.slot_bytes)]
+            num_slots = form.all_slots if num_slots is None else num_slots
+            check_room(form, available_bytes(), num_slots)
+            self._own = [_new_file(worker, plan.num_bytes(num_slots)) for worker, plan in enumerate(form.plans)]
             location = Location(os.getpid(), tuple(self._own))
         self.location = location
-        self._memory: dict[int, torch.Tensor] = {}  # by worker, of all its slots, uint8
+        self._memory: dict[int, torch.Tensor] = {}  # by worker, all of it, uint8
 
-    def slot(self, worker: int, version: int) -> torch.Tensor:
-        """The slot that is the version's, as bytes; who has attached writes at its own risk."""
-        size = self.form.slot_bytes[worker]
+    def location_of(self, version: int) -> Location:
+        """Of a version on the trainer's node."""
+        return self.location._replace(slot=self.form.slot(version))
+
+    def memory(self, worker: int, slot: int | None) -> torch.Tensor:
+        """A slot as bytes, or what no version changes (None); who has attached writes at its own risk."""
+        plan = self.form.plan(worker)
         if worker not in self._memory:
-            self._memory[worker] = self._map(worker, size * self.form.all_slots)
-        start = self.form.slot(version) * size
-        return self._memory[worker][start : start + size]
+            self._memory[worker] = self._map(worker)
+        if slot is None:
+            return self._memory[worker][: plan.fixed.num_bytes]
+        start = plan.num_bytes(slot)
+        return self._memory[worker][start : start + plan.slot.num_bytes]
 
     def parameters(self, worker: int, version: int) -> dict[str, torch.Tensor]:
-        """Every parameter of the worker in that slot, by the engine's names."""
-        memory, form = self.slot(worker, version), self.form
-        return {
-            name: memory[start : start + prod(size) * form.dtype.itemsize].view(form.dtype).view(size)
-            for name, (start, size) in form.places[worker].items()
-        }
+        """Every parameter of the worker as a version has it, by the engine's names; on the trainer's node."""
+        fixed, slot = self.form.plan(worker).parts
+        in_slot = slot.parameters(self.memory(worker, self.form.slot(version)))
+        return fixed.parameters(self.memory(worker, None)) | in_slot
+
+    def stamp(self, slot: int | None, value: int) -> None:
+        """Say of a slot, in all workers' memory, what is in it from now on; an odd number: something half written."""
+        for worker in range(len(self.form.workers)):
+            self.memory(worker, slot)[:8].view(torch.int64)[0] = value
+
+    def stamp_of(self, worker: int, slot: int | None) -> int:
+        return int(self.memory(worker, slot)[:8].view(torch.int64)[0])
+
+    def seal(self, version: int, stamp: int, hashes: Iterable[tuple[Hashes, Hashes]]) -> StoredVersion:
+        """A version has been written, whose hashes by worker these are; on the trainer's node."""
+        slot, proofs = self.form.slot(version), []
+        for worker, of_parts in enumerate(hashes):
+            for part, number, found in zip(self.form.plan(worker).parts, (None, slot), of_parts, strict=True):
+                part.hashes_in(self.memory(worker, number))[:] = found
+            proofs.append((_proof(of_parts[0]), _proof(of_parts[1])))
+        self.stamp(slot, stamp)
+        return StoredVersion(version, stamp, tuple(proofs))
 
     def close(self) -> None:
         """Give the memory back as soon as nobody has it mapped."""
@@ -141,51 +248,82 @@ class Store:
             os.close(file)
         self._own = []
 
-    def _map(self, worker: int, size: int) -> torch.Tensor:
+    def _map(self, worker: int) -> torch.Tensor:
         file = os.open(f"/proc/{self.location.process}/fd/{self.location.files[worker]}", os.O_RDWR)
         try:
-            return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+            return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
         finally:
             os.close(file)
 
 
-def take(store: Store, worker: int, stored: StoredVersion, live: Mapping[str, torch.Tensor]) -> None:
+def take(
+    store: Store,
+    worker: int,
+    slot: int,
+    wanted: WantedVersion,
+    live: Mapping[str, torch.Tensor],
+    has_fixed: bool = False,
+) -> int:
     """Copy a version into the live parameters of an engine's worker, and prove what has been written.
+
+    Args:
+        slot: that the version is in.
+        has_fixed: they hold what no version changes already, proved.
+
+    Returns:
+        The bytes that were copied.
 
     Raises:
         InputError: the parameters are not those that the store is for.
+        RewrittenError: the version has been replaced meanwhile.
         RuntimeError: they hold something else than the trainer has put there.
     """
-    form = store.form
-    if words := difference(live, form.slices[worker], form.dtype):
-        raise InputError(f"{named(stored.version)} cannot be written in place: {words}")
-    with torch.no_grad():
-        for name, tensor in store.parameters(worker, stored.version).items():
-            live[name][tuple(slice(extent) for extent in tensor.shape)].copy_(tensor)
-    wrong = _differing(live, form.slices[worker], form.salt, stored.digests[worker])
-    if wrong:
+    form, plan = store.form, store.form.plan(worker)
+    if not has_fixed and (words := difference(live, [*plan.fixed.slices, *plan.slot.slices], form.dtype)):
+        raise InputError(f"{named(wanted.version)} cannot be written in place: {words}")
+    num_bytes = 0
+    for part, number, proof in zip(plan.parts, (None, slot), wanted.proofs, strict=True):
+        if part is plan.fixed and has_fixed:
+            continue
+        memory = store.memory(worker, number)
+        with torch.no_grad():
+            for name, tensor in part.parameters(memory).items():
+                live[name][tuple(slice(extent) for extent in tensor.shape)].copy_(tensor)
+                num_bytes += tensor.nbytes
+        found = part.hashes_of(live, form.salt)
+        if _proof(found) == proof:
+            continue
+        if store.stamp_of(worker, slot) != wanted.stamp:
+            raise RewrittenError
+        wrong = sorted({hf for (_, hf), i in part.numbers.items() if found[i] != part.hashes_in(memory)[i]})
+        what = wrong[0] if wrong else "set of hashes"
         raise RuntimeError(
-            f"the engine holds another {wrong[0]} than {named(stored.version)} of the trainer, which it has just taken "
+            f"the engine holds another {what} than {named(wanted.version)} of the trainer, which it has just taken "
             f"from the store ({len(wrong)} tensors differ)"
         )
+    return num_bytes
 
 
-def _differing(live: Mapping[str, torch.Tensor], slices: Sequence[Slice], salt: int, expected: Digest) -> list[str]:
-    """The tensors of a worker with another digest."""
-    hashes = live_hashes(live, slices, salt)
-    found = summed({(s.local_name, s.hf_name): value} for s, value in zip(slices, hashes, strict=True))
-    return sorted(hf_name for _, hf_name in (key for key in {*found, *expected} if found.get(key) != expected.get(key)))
+def _proof(hashes: Hashes) -> bytes:
+    return hashlib.sha256(hashes.tobytes()).digest()[:PROOF_BYTES]
 
 
-def check_room(form: StoreForm, available: int) -> None:
-    """Raise InputError if a node has not the memory of a store."""
-    if form.total_bytes > available:
-        raise InputError(
-            f"the weight store takes {form.total_bytes / 1e9:.1f} GB of each node's host memory "
-            f"({form.all_slots} versions of {sum(form.slot_bytes) / 1e9:.1f} GB), and this host has "
-            f"{available / 1e9:.1f} GB left: lower rollout.max_staleness, set rollout.dtype to bfloat16, "
-            f"{'set data.val_files to [], ' if form.has_validation else ''}or use hosts with more memory"
-        )
+def check_room(form: StoreForm, available: int, num_slots: int) -> None:
+    """Raise InputError if a node has not the memory of a store with so many slots."""
+    needed = sum(plan.num_bytes(num_slots) for plan in form.plans)
+    if needed <= available:
+        return
+    of_slot = sum(plan.slot.num_bytes for plan in form.plans)
+    fixed = needed - num_slots * of_slot
+    beside = f" and {fixed / 1e9:.1f} GB that no step changes" if form.changing is not None else ""
+    is_trainers = num_slots == form.all_slots
+    fewer = "lower rollout.max_staleness, " if is_trainers else ""
+    fewer += "set data.val_files to [], " if is_trainers and form.has_validation else ""
+    raise InputError(
+        f"the weight store takes {needed / 1e9:.1f} GB of this node's host memory "
+        f"({num_slots} versions of {of_slot / 1e9:.1f} GB{beside}), and this host has "
+        f"{available / 1e9:.1f} GB left: {fewer}set rollout.dtype to bfloat16, or use hosts with more memory"
+    )
 
 
 def available_bytes() -> int:
@@ -198,14 +336,14 @@ def available_bytes() -> int:
     return min(found, int(limit) - (int(used.read_text()) if used.exists() else 0))
 
 
-def _places(slices: Sequence[Slice], dtype: torch.dtype) -> dict[str, SlotPlace]:
+def _places(slices: Sequence[Slice], dtype: torch.dtype, start: int) -> dict[str, PartPlace]:
     sizes: dict[str, tuple[int, ...]] = {}
     for piece in slices:
         ends = tuple(end for _, end in piece.local_box)
         sizes[piece.local_name] = tuple(map(max, sizes.get(piece.local_name, ends), ends))
-    places, start = {}, 0
+    places = {}
     for name, size in sizes.items():
-        places[name] = SlotPlace(start, size)
+        places[name] = PartPlace(start, size)
         start = _aligned(start + prod(size) * dtype.itemsize)
     return places
 

@@ -73,8 +73,9 @@ class SchedulerThread:
             changes.
         is_kept: whether a step learns from a group.
         scores: of groups that are already decided in what the scheduler goes on from.
-        limit_s: how long nothing at all may come while a step is waited for, in ``WakingTime`` as the scheduler's own
-            limits, which are below it; also how long the thread may be without a turn.
+        limit_s: how long nothing at all may come while a step is waited for, no step of an engine either, in
+            ``WakingTime`` as the scheduler's own limits, which are below it; also how long the thread may be without a
+            turn.
         output_dir: of the run, where it is asked about its engines and writes what they did; None: neither.
 
     Raises:
@@ -94,7 +95,7 @@ class SchedulerThread:
         self._scheduler, self._executor, self._score, self._is_kept = scheduler, executor, score, is_kept
         self._clock = WakingTime()  # of the scheduler
         self._limit_s = limit_s
-        self._scores = dict(scores)
+        self._scores, self._oldest_kept = dict(scores), scheduler.oldest_kept
         self._scoring: dict[Key, tuple[tuple[Trajectory, ...], list[Future[Score]]]] = {}
         self._told: SimpleQueue[Event | Key] = SimpleQueue()  # by the loop; a key: of a group that is scored
         self._changed = threading.Condition()  # guards what follows
@@ -239,10 +240,16 @@ class SchedulerThread:
         return number
 
     def _hear_engine(self, event: Event) -> None:
-        if not isinstance(event, events.Pulsed):
+        before = self._num_steps(event)
+        self._handle(event)
+        if not isinstance(event, events.Pulsed) or self._num_steps(event) > before:  # a step is news, a pulse is not
             self._heard_at = self._clock.total_s
             HEART.mark()
-        self._handle(event)
+
+    def _num_steps(self, event: Event) -> int:
+        """Of the engine that is alive, if this is how far it is."""
+        engine = self._scheduler.engines.get(event.engine) if isinstance(event, events.Pulsed) else None
+        return engine.num_steps if engine is not None else 0
 
     def _handle(self, event: Event) -> None:
         decisions = self._scheduler.handle(event, self._clock.now())
@@ -264,8 +271,9 @@ class SchedulerThread:
             elif isinstance(decision, events.Finish) and decision.is_failure:
                 self._fail(InputError(decision.sentence))
             # ``Forget`` needs nothing: a store of weights keeps the newest ones that the rules can ask for
-        oldest = self._scheduler.oldest_kept
-        self._scores = {key: found for key, found in self._scores.items() if key.step >= oldest or key.step < 0}
+        if (oldest := self._scheduler.oldest_kept) != self._oldest_kept:
+            self._oldest_kept = oldest
+            self._scores = {key: found for key, found in self._scores.items() if key.step >= oldest or key.step < 0}
 
     def _begin_scoring(self, decision: events.ScoreGroup) -> None:
         found = [self._score(decision.key, trajectory) for trajectory in decision.results]

@@ -29,9 +29,11 @@ from mega_rl.rollout.vllm.start.cpu_adjustments import plain_weights
 from mega_rl.rollout.vllm.start.environment import EngineGenerators, preserved_generators, set_environment
 from mega_rl.rollout.vllm.start.options import LOGPROBS_MODE
 from mega_rl.rollout.vllm.start.seeing import PromptRenderer, Sight, check_tokens
-from mega_rl.rollout.vllm.start.versions import leave_routing_to_first_rank, taken_out
+from mega_rl.rollout.vllm.start.versions import external_name, leave_routing_to_first_rank, taken_out
 from mega_rl.rollout.vllm.weight_changes import WeightChanges
 from mega_rl.types import Trajectory
+
+PROBE = "probe"  # a request's name, where those of responses are numbers
 
 
 class VLLMEngine:
@@ -74,6 +76,7 @@ class VLLMEngine:
         self._version = 0
         self._under_way: dict[int, Request] = {}  # by number of submission
         self._num_submitted = 0
+        self._ended: dict[int, Trajectory] = {}  # by number: responses that ended beside a probe
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
         self._changes = WeightChanges(self._llm, keeps_cache=rollout.kv_on_update == "keep")
@@ -98,8 +101,13 @@ class VLLMEngine:
             check_length(request, self._max_model_len)
 
     @property
+    def num_slots(self) -> int:
+        """Responses that are sampled at a time; further ones wait."""
+        return int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
     def num_unfinished(self) -> int:
-        return len(self._under_way)
+        return len(self._under_way) + len(self._ended)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.enter(requests)
@@ -118,6 +126,7 @@ class VLLMEngine:
                 asked = resumed(request)
                 given = self._changes.salted(self._num_submitted, self._rendered(asked.prompt))
                 self._add(self._num_submitted, given)
+        self._rest_if_idle()  # if there were none
         return list(range(first, self._num_submitted + 1))
 
     def _add(self, number: int, given: dict[str, Any]) -> None:
@@ -137,13 +146,25 @@ class VLLMEngine:
 
     def numbered_step(self) -> list[tuple[int, Trajectory]]:
         """The responses that one step of the engine ends, with their numbers of submission, ascending."""
+        finished: dict[int, Any] = {}
+        if self._under_way:
+            with self._generators.in_use():
+                outputs = self._llm.llm_engine.step()
+            HEART.mark()
+            finished = {int(output.request_id): output for output in outputs if output.finished}
+        return self._given_out(finished)
+
+    def _given_out(self, finished: Mapping[int, Any]) -> list[tuple[int, Trajectory]]:
+        """What vLLM has ended, by number of submission, as trajectories; and what ended beside a probe."""
+        ended, self._ended = self._ended, {}
+        ended |= {number: self._trajectory(number, output) for number, output in finished.items()}
+        self._rest_if_idle()
+        return sorted(ended.items(), key=itemgetter(0))
+
+    def _rest_if_idle(self) -> None:
+        """To be called when something may have been the last that was under way."""
         if not self._under_way:
-            return []
-        with self._generators.in_use():
-            outputs = self._llm.llm_engine.step()
-        HEART.mark()
-        finished = {int(output.request_id): output for output in outputs if output.finished}
-        return [(number, self._trajectory(number, finished[number])) for number in sorted(finished)]
+            self._generators.give_back()
 
     def interrupt(self) -> tuple[list[Trajectory], list[Request]]:
         """As of ``ResumingSampler``."""
@@ -156,7 +177,9 @@ class VLLMEngine:
         ]
         self._under_way.clear()
         self._changes.forget()
-        return [], requests
+        self._rest_if_idle()
+        ended, self._ended = list(self._ended.values()), {}
+        return ended, requests
 
     def _trajectory(self, number: int, output: Any) -> Trajectory:
         request = self._under_way.pop(number)
@@ -184,20 +207,25 @@ class VLLMEngine:
         return None if routed is None else routed[:, sorted(self._mixture.layers)].astype(dtype)
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        """As ``temperature_probe.Probed``, of this one engine; its ranks make the same calls."""
-        assert self._loaded is None and not self._under_way, (
-            "a probe inside an update, or while responses are under way"
-        )
+        """As ``temperature_probe.Probed``, of this one engine; its ranks make the same calls.
+
+        Responses that are under way go on meanwhile; those that end are returned by the next step.
+        """
+        assert self._loaded is None, "a probe inside an update"
         prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)[: self._max_model_len - 1]}
         num_logprobs = min(NUM_LOGPROBS, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
         with preserved_generators(self._device_type):
             self._llm.llm_engine.add_request(
-                "probe", prompt, _probe_params(temperature, num_logprobs), lora_request=self._adapter
+                PROBE, prompt, _probe_params(temperature, num_logprobs), lora_request=self._adapter
             )
-            outputs: list[Any] = []
-            while not outputs:
-                outputs = [output for output in self._llm.llm_engine.step() if output.finished]
-        (answer,) = outputs[0].outputs
+            answer: Any = None
+            while answer is None:
+                for output in self._llm.llm_engine.step():
+                    if output.finished and external_name(output.request_id) == PROBE:
+                        (answer,) = output.outputs
+                    elif output.finished:
+                        number = int(output.request_id)
+                        self._ended[number] = self._trajectory(number, output)
         (row,) = answer.logprobs
         return [{token: entry.logprob for token, entry in row.items()}]
 
@@ -322,7 +350,7 @@ class VLLMEngine:
         return SamplingParams(
             output_kind=RequestOutputKind.FINAL_ONLY,  # else every step would return the whole response so far
             temperature=request.temperature,
-            seed=None if request.greedy or self._rollout.seeds == "engine" else request.seed,
+            seed=None if self._rollout.seeds == "engine" else request.seed,
             max_tokens=request.max_tokens,
             stop=[*self._rollout.stop, *request.stop] or None,
             detokenize=self._is_text_followed(request),

@@ -77,7 +77,9 @@ class ReceivingEngine(VLLMEngine):
         """Drop all that is under way; nothing is returned for it."""
         self._llm.llm_engine.abort_request([str(number) for number in self._under_way])
         self._under_way.clear()
+        self._ended.clear()
         self._changes.forget()
+        self._rest_if_idle()
 
 
 def _register() -> None:

@@ -48,6 +48,7 @@ class StreamingEngine(VLLMEngine):
         for number in found:
             del self._under_way[number]
             self._growing.pop(number, None)
+        self._rest_if_idle()
 
     def numbered_step(self) -> list[tuple[int, Trajectory]]:
         self._pieces = []
@@ -67,7 +68,7 @@ class StreamingEngine(VLLMEngine):
                 growing = self._growing.pop(number)
                 answer.token_ids, answer.logprobs, answer.text = growing.token_ids, growing.logprobs, growing.text
                 ended[number] = output
-        return [(number, self._trajectory(number, ended[number])) for number in sorted(ended)]
+        return self._given_out(ended)
 
     def _is_text_followed(self, request: Request) -> bool:
         return True

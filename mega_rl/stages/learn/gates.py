@@ -2,17 +2,14 @@
 
 In the first step of a run policy, reference and engine are the same weights, computed three times. In the first step of
 a resumed run the policy is still computed twice. In every step the engine is the trainer's policy up to rounding and
-noise, as far as the steps before showed them. The checks have the names of ``trainer.gates``.
+noise, as far as the steps before showed them, and tokens of older weights are as far from it as the steps before showed
+of tokens as old. The checks have the names of ``trainer.gates``.
 Letters: T packed tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,15 +17,30 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.config import RunConfig
+from mega_rl.errors import GateFailure
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import broadcast_object, gather_to_first, is_first
+from mega_rl.stages.learn.engine_distance import (
+    Distance,
+    Distances,
+    Group,
+    Histories,
+    TooFar,
+    added,
+    distances,
+    staleness_figures,
+    staleness_T,
+    too_far,
+)
+from mega_rl.stages.learn.logprob_difference import LogprobDifference, difference, merged, over_ranks
 from mega_rl.types import Sample
 
 ENGINE_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # nats, mean over tokens; the coarser of the two types counts
 # Nats, largest of a token, where the same forward pass may give other bits: sums of the hardware in varying order.
 REPEATED_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-HISTORY = 16  # steps that the engine gate goes by
+MAX_NAMED = 4  # engines in one report
+ENGINE_TOKENS = "gates/engine_tokens"  # metric: tokens compared with the weights that sampled them
 
 # What each gate measures, and the names of the two values that it compares, if it compares two.
 GATES = {
@@ -41,98 +53,12 @@ RESUMED = ("ppo_kl", "ratio", "engine")  # of the first step of a resumed run
 RUNNING = ("engine",)  # of all other steps
 
 
-class GateFailure(RuntimeError):
-    """A step shows that the run would not learn what it is meant to."""
-
-
-@dataclass(frozen=True)
-class LogprobDifference:
-    """Where two log-probabilities of one micro-batch differ most, and by how much in all."""
-
-    largest: float  # nats; infinity if one of the two is not a number
-    total: float  # nats, sum over the learnt tokens
-    num_tokens: int  # learnt ones
-    sequence: int  # index into the list that was packed
-    position: int  # index among the learnt tokens of that sequence
-    token: int  # its id
-    values: tuple[float, float]
-
-
-def difference(
-    first_T: Tensor, second_T: Tensor, microbatch: Microbatch, counted: Collection[int] | None = None
-) -> LogprobDifference | None:
-    """The difference of two log-probabilities [T] over the learnt tokens; None without learnt tokens.
-
-    Args:
-        counted: the sequences that count, as indices into the list that was packed; None: all.
-    """
-    learnt_T = (microbatch.loss_mask != 0).cpu()
-    bounds = microbatch.cu_seqlens.tolist()
-    for sequence, start, end in zip(
-        microbatch.sequence_indices, bounds, bounds[1:], strict=False
-    ):  # there may be a tail
-        if counted is not None and sequence not in counted:
-            learnt_T[start:end] = False
-    if not learnt_T.any():
-        return None
-    first_T, second_T = first_T.detach().cpu().double(), second_T.detach().cpu().double()
-    gap_T = torch.where(learnt_T, (first_T - second_T).abs(), 0.0).nan_to_num(nan=torch.inf)
-    place = int(gap_T.argmax())
-    place = place if learnt_T[place] else int(learnt_T.nonzero()[0])
-    starts = bounds[:-1]
-    row = max(i for i, start in enumerate(starts) if start <= place)
-    return LogprobDifference(
-        largest=float(gap_T[place]),
-        total=float(gap_T.sum()),
-        num_tokens=int(learnt_T.sum()),
-        sequence=microbatch.sequence_indices[row],
-        position=int(learnt_T[starts[row] : place].sum()),
-        token=int(microbatch.target_ids[place]),
-        values=(float(first_T[place]), float(second_T[place])),
-    )
-
-
-def merged(differences: Iterable[LogprobDifference | None]) -> LogprobDifference | None:
-    """Several micro-batches as one: the largest difference of all, and the sums."""
-    found = [part for part in differences if part is not None]
-    if not found:
-        return None
-    worst = max(found, key=lambda part: part.largest)
-    total, num_tokens = sum(part.total for part in found), sum(part.num_tokens for part in found)
-    return replace(worst, total=total, num_tokens=num_tokens)
-
-
-class EngineHistory:
-    """How far the engine was from the trainer in the steps before: what the next step is measured by.
-
-    The distance that noise makes grows with its standard deviation, so an earlier step is taken in proportion where
-    both have noise. A step without noise says nothing about one with it.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-        self._steps: deque[tuple[float, float]] = deque(maxlen=HISTORY)  # (mean |trainer - engine|, sigma)
-
-    def add(self, distance: float, sigma: float) -> None:
-        if math.isfinite(distance):
-            self._steps.append((distance, sigma))
-
-    def allows(self, sigma: float) -> float | None:
-        """The largest distance of a step with this noise, nats per token; None: no step before can be compared."""
-        bounds = [
-            distance * max(1.0, self._factor * (sigma / earlier if earlier else 1.0))
-            for distance, earlier in self._steps
-            if earlier or not sigma
-        ]
-        return median(bounds) if bounds else None
-
-
 class GatedStep(NamedTuple):
     """A step whose first minibatch is checked."""
 
     names: Collection[str]  # of the gates
     words: str  # for the step
-    version: int  # of the weights that the engine holds: samples of older ones are not compared with it
+    version: int  # of the weights that the trainer holds: tokens of older ones are further from them
     sigma: float  # standard deviation of the noise on the engine's weights
 
 
@@ -146,7 +72,8 @@ class Gates:
         is_counted: whether this rank's differences count; they do not if another rank counts for the same sequences.
         say: tells the user.
         step: which gates it has.
-        history: of the engine; this step is added to it.
+        history: of the engines; this step is added to it.
+        tell_once: tells the user, once in the run, that the engine gate compared no token, and why.
     """
 
     def __init__(
@@ -155,20 +82,22 @@ class Gates:
         is_counted: bool,
         say: Callable[[str], None],
         step: GatedStep,
-        history: EngineHistory,
+        history: Histories,
+        tell_once: Callable[[str], None],
     ) -> None:
         self.config, self.settings = config, config.trainer.gates
-        self.is_counted, self.say, self.history = is_counted, say, history
+        self.is_counted, self.say, self.history, self.tell_once = is_counted, say, history, tell_once
         self.names, self.step, self.version, self.sigma = step
         self.tolerances = tolerances(config)
         reasons = reasons_to_leave_out(config, self.sigma)
         self.left_out = {name: why for name, why in reasons.items() if name in self.names}
-        if (past := history.allows(self.sigma)) is not None:
+        if (past := history.fresh.allows(self.sigma)) is not None:
             self.tolerances["engine"] = max(past, self.tolerances["engine"])
             self.left_out.pop("engine", None)
         self.logprobs: dict[tuple[int, ...], Tensor] = {}  # sequence_indices of a micro-batch -> recomputed [T]
         self.updated: list[tuple[Microbatch, Tensor]] = []  # micro-batches and log-probabilities [T] of the update
         self.found: dict[str, list[LogprobDifference | None]] = {"reference": [], "ppo_kl": [], "engine": []}
+        self.later: list[tuple[Sequence[Microbatch], Sequence[Sample]]] = []  # minibatches after the first
 
     def recompute(self, actor: MegatronEngine, minibatch: list[Microbatch]) -> list[Microbatch]:
         """Compute the policy's log-probabilities by themselves, if a gate compares them; else return what is given.
@@ -195,15 +124,35 @@ class Gates:
 
         return keep
 
-    def _compare(self, samples: Sequence[Sample]) -> None:
-        """The update's log-probabilities with the recomputed ones and the engine's."""
-        wanted = (self.version, self.version)
-        fresh = {i for i, s in enumerate(samples) if (s.summary.oldest_version, s.summary.newest_version) == wanted}
+    def expect(self, microbatches: Sequence[Microbatch], samples: Sequence[Sample]) -> None:
+        """A later minibatch of the step, which has pi_old already: its engines are checked before the first update."""
+        aqn = self.config.aqn
+        if not aqn.enabled or aqn.old_logprobs not in (
+            "rollout",
+            "recompute_noisy",
+        ):  # else pi_old is not the trainer's
+            self.later.append((microbatches, samples))
+
+    def _compare(self, samples: Sequence[Sample]) -> dict[Group, Distance]:
+        """The update's log-probabilities with the recomputed ones and the engine's; returns the latter by engine."""
+        parts: list[Distances] = []
         for microbatch, updated_T in self.updated:
             if (recomputed_T := self.logprobs.get(microbatch.sequence_indices)) is not None:
                 self.found["ppo_kl"].append(difference(recomputed_T, updated_T, microbatch))
             if microbatch.rollout_logprobs is not None:
-                self.found["engine"].append(difference(updated_T, microbatch.rollout_logprobs, microbatch, fresh))
+                ages_T = self._ages_T(microbatch, samples)
+                self.found["engine"].append(difference(updated_T, microbatch.rollout_logprobs, microbatch, ages_T == 0))
+                parts.append(distances(updated_T, microbatch.rollout_logprobs, microbatch, samples, ages_T))
+        for microbatches, of_later in self.later if self.updated else []:  # on the last stage of a pipeline only
+            for microbatch in microbatches:
+                trainer_T, engine_T = microbatch.old_logprobs, microbatch.rollout_logprobs
+                if trainer_T is not None and engine_T is not None:
+                    ages_T = self._ages_T(microbatch, of_later)
+                    parts.append(distances(trainer_T, engine_T, microbatch, of_later, ages_T))
+        return added(parts)
+
+    def _ages_T(self, microbatch: Microbatch, samples: Sequence[Sample]) -> Tensor:
+        return staleness_T(microbatch, samples, self.version, self.config.rollout.kv_on_update == "keep")
 
     def check(
         self,
@@ -212,7 +161,7 @@ class Gates:
         samples: Sequence[Sample],
         differing: Callable[[], str | None],
     ) -> dict[str, float]:
-        """Metrics ``gate/NAME`` of what was measured, if it is a run's first step. Collective.
+        """Metrics of the engines' tokens, and in a run's first step ``gate/NAME`` of what was measured. Collective.
 
         Args:
             ratio_mean, ratio_max: of the objective, over the global batch.
@@ -222,10 +171,10 @@ class Gates:
         Raises:
             GateFailure: on every rank, if a gate that is not disabled does not hold.
         """
-        self._compare(samples)
+        by_age, far = self._engines(self._compare(samples))
+        limits = self._limits(by_age)
         own = {name: merged(parts) if self.is_counted else None for name, parts in self.found.items()}
-        parts = gather_objects(own)
-        worst = {name: merged(part[name] for part in parts) for name in self.found}
+        worst = over_ranks(own)
         values = {name: found.largest for name, found in worst.items() if found is not None}
         if worst["engine"] is not None:
             values["engine"] = distance = worst["engine"].total / worst["engine"].num_tokens
@@ -238,14 +187,50 @@ class Gates:
             for name, value in values.items()
             if not value <= self.tolerances[name] and name not in self.settings.disabled
         ]
-        if failed:
-            self._fail(failed, values, worst, samples, differing() if "reference" in failed else None)
+        if failed or far:
+            self._fail(failed, values, worst, samples, differing() if "reference" in failed else None, far)
         if worst["engine"] is not None:
-            self.history.add(distance, self.sigma)
+            self.history.fresh.add(distance, self.sigma)
+        metrics = self._told(by_age, limits)
         if self.names == RUNNING:
-            return {}
+            return metrics
         self._say(values)
-        return {} if self.names == RESUMED else {f"gate/{name}": value for name, value in values.items()}
+        return metrics if self.names == RESUMED else metrics | {f"gate/{name}": v for name, v in values.items()}
+
+    def _engines(self, own: Distances) -> tuple[dict[Group, Distance], list[TooFar]]:
+        """What all ranks found, by staleness, and what is too far; only rank 0 sees every engine. Collective."""
+        parts, verdict = gather_to_first(own if self.is_counted else {}), None
+        if is_first():
+            found = added(parts)
+            far = [] if "engine" in self.settings.disabled else too_far(found, self._limits(found))
+            verdict = added([found], lambda group: Group(None, group.staleness)), far
+        answer: tuple[dict[Group, Distance], list[TooFar]] = broadcast_object(verdict)
+        return answer
+
+    def _limits(self, found: Distances) -> dict[int, float]:
+        """By staleness of what was found: how far such tokens may be, nats per token; none of what cannot be."""
+        fresh = self.tolerances["engine"]
+        stale = {group.staleness for group in found if group.staleness}
+        limits = {age: max(fresh, self.history.allows(self.version, age)) for age in stale}
+        return limits | ({} if "engine" in self.left_out else {0: fresh})
+
+    def _told(self, found: Distances, limits: Mapping[int, float]) -> dict[str, float]:
+        """Add the tokens of older weights to the history, and say if no others were compared; returns metrics."""
+        for group, distance in found.items():
+            if group.staleness:
+                self.history.add(self.version, group.staleness, distance.mean)
+        num_compared = sum(distance.num_tokens for group, distance in found.items() if not group.staleness)
+        num_compared = num_compared if 0 in limits else 0
+        if num_compared == 0:
+            ages = sorted(group.staleness for group in found if group.staleness)
+            why = self.left_out.get("engine") or "no sample has the engine's log-probabilities"
+            if ages:
+                why = (
+                    f"the weights of all its tokens are {ages[0]} to {ages[-1]} steps older; they are measured by what "
+                    "tokens as old showed in the steps before"
+                )
+            self.tell_once(f"the engine gate compares no token of step {self.version + 1} exactly: {why}")
+        return {ENGINE_TOKENS: float(num_compared)} | staleness_figures(found)
 
     def _fail(
         self,
@@ -254,6 +239,7 @@ class Gates:
         worst: Mapping[str, LogprobDifference | None],
         samples: Sequence[Sample],
         tensor: str | None,
+        far: Sequence[TooFar],
     ) -> None:
         hints = hints_of(self.config, tensor)
         lines = [
@@ -261,6 +247,8 @@ class Gates:
             for name in failed
             for line in report(name, values[name], self._allowance(name), worst.get(name), samples, hints[name])
         ]
+        if far:
+            lines += report_engines(far, is_alone="engine" not in failed, hint=hints["engine"])
         raise GateFailure("\n".join([f"{self.step} is not what it must be", *lines]))
 
     def _allowance(self, name: str) -> str:
@@ -338,3 +326,19 @@ def report(
             f"{worst.position} (id {worst.token}): {first} {worst.values[0]:.6g}, {second} {worst.values[1]:.6g}"
         )
     return [*lines, f"    {hint}", f"    to go on regardless: trainer.gates.disabled=[{name}]"]
+
+
+def report_engines(far: Sequence[TooFar], is_alone: bool, hint: str) -> list[str]:
+    """Lines on the engines that are too far from the trainer, beside those of the gate over all tokens or alone."""
+    named = [one for one in far if one.engine is not None] or far
+    lines = []
+    for one in named[:MAX_NAMED]:
+        whose = "all rollout engines together" if one.engine is None else f"rollout engine {one.engine}"
+        lines.append(
+            f"  engine: mean |trainer - engine| of the {one.distance.num_tokens} tokens of {whose} is "
+            f"{one.distance.mean:.3g}, and {one.allowed:.3g} is allowed by trainer.gates.engine and what the last "
+            "steps showed of tokens as old"
+        )
+    if len(named) > MAX_NAMED:
+        lines.append(f"  and {len(named) - MAX_NAMED} more rollout engines")
+    return [*lines, f"    {hint}", "    to go on regardless: trainer.gates.disabled=[engine]"] if is_alone else lines

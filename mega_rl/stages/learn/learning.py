@@ -23,6 +23,7 @@ from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import Reference
 from mega_rl.microbatch import Microbatch, Sequence
 from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.parallel.figures import column_sums, reduced
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn.critic import Critic
@@ -148,6 +149,9 @@ class Learner:
         minibatches = self._with_token_advantages(minibatches)
         policy_learns = self._critic is None or not self._critic.learns_alone  # before the critic's steps, which count
         critic_metrics = self._critic_update(minibatches)
+        if gates is not None and policy_learns:
+            for minibatch in minibatches[1:]:
+                gates.expect(minibatch.microbatches, minibatch.samples)
         passes: list[Gradients] = []
         steps: list[UpdateStep] = []
         with self._timers("update"):
@@ -279,7 +283,7 @@ def _power_sums(share: BatchShare, microbatches: list[Microbatch], centre: float
         for microbatch in microbatches:
             assert microbatch.advantages is not None
             own += power_sums(microbatch.advantages, microbatch.loss_mask, centre)
-    return [sum(column) for column in zip(*gather_objects(own.tolist()), strict=True)]
+    return reduced(own.tolist(), column_sums, len(own))
 
 
 def _differing(reference: Reference | None, actor: MegatronEngine) -> str | None:

@@ -80,7 +80,7 @@ def loop(
             reached = Progress(done, metrics=metrics)
             freq = 1 if notice.is_given() else save_freq
             progress.save_if_due(job, freq, model, stream, reached, total_steps)
-            metrics |= job.device_metrics()
+            metrics |= job.device_metrics(job.reports_of_step())
             seconds = timers.collect()
             metrics |= seconds
             speed = sum(map(method.num_tokens, batch)) / max(seconds["time/step_s"], 1e-9)

@@ -5,7 +5,7 @@ Letters: T packed tokens of a micro-batch, L predictions of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from mega_rl.algorithms.reduce import Denominators
@@ -13,9 +13,25 @@ from mega_rl.data.packing import pack
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.microbatch import Figures, Microbatch, Sequence
 from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.figures import is_any, reduced
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
 from mega_rl.types import TokenSource, TrajectorySummary, TrajectoryTokens
+
+
+class AgreedNames:
+    """Names that every rank has in the same order, so that values can go without them."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def including(self, own: Iterable[str]) -> list[str]:
+        """All of them, those of every rank's ``own`` included. Collective; names that are new cost another exchange."""
+        new = [name for name in own if name not in self._names]
+        if is_any(bool(new)):
+            for part in gather_objects(new):
+                self._names += [name for name in part if name not in self._names]
+        return self._names
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,7 @@ class BatchShare:
     pad_token_id: int
     attention_slope: float = 0.0  # see `models.flops`; 0: a sequence costs what its tokens cost
     picture_set: PictureSet | None = None  # the pictures of the prompts that are learnt from; None: the model sees none
+    figures: AgreedNames = field(default_factory=AgreedNames, compare=False)  # what ``totals_of`` was given so far
 
     @property
     def is_counted(self) -> bool:
@@ -97,6 +114,9 @@ def denominators_of(sequences: list[Sequence], max_response_tokens: int) -> Deno
     return Denominators(num_tokens=num_tokens, num_sequences=len(sequences), max_response_tokens=max_response_tokens)
 
 
+_SUM, _MAXIMUM = "sum ", "max "  # before the names that ``totals_of`` agrees on
+
+
 @dataclass(frozen=True)
 class Totals:
     """`Figures` of several micro-batches as one: sums added up, maxima the largest."""
@@ -113,10 +133,32 @@ class Totals:
 
 def totals_of(share: BatchShare, reports: list[Figures]) -> Totals:
     """The figures over all micro-batches and data-parallel ranks, on every rank. Collective."""
-    own, total = Totals(), Totals()
+    own = Totals()
     if share.is_counted:
         for report in reports:
             own.include(report)
-    for part in gather_objects(own):
-        total.include(part)
-    return total
+    names = share.figures.including([*map(_SUM.__add__, own.sums), *map(_MAXIMUM.__add__, own.maxima)])
+
+    def added(rows: list[list[float]]) -> list[float]:
+        total = Totals()
+        for row in rows:
+            total.include(_of_row(row, names))
+        return _to_row(total, names)
+
+    return _of_row(reduced(_to_row(own, names), added, 2 * len(names)), names)
+
+
+def _to_row(totals: Totals, names: SequenceOf[str]) -> list[float]:
+    """Of every name whether it is there, and its value."""
+    values = {_SUM + name: value for name, value in totals.sums.items()}
+    values |= {_MAXIMUM + name: value for name, value in totals.maxima.items()}
+    return [number for name in names for number in (float(name in values), values.get(name, 0.0))]
+
+
+def _of_row(row: SequenceOf[float], names: SequenceOf[str]) -> Totals:
+    found = Totals()
+    for name, is_there, value in zip(names, row[::2], row[1::2], strict=True):
+        if is_there:
+            part = found.sums if name.startswith(_SUM) else found.maxima
+            part[name.removeprefix(_SUM).removeprefix(_MAXIMUM)] = value
+    return found

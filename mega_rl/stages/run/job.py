@@ -6,7 +6,7 @@ What sampling needs besides is in `mega_rl.stages.run.sampling_job`, which no ot
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +39,7 @@ from mega_rl.stages.run.notice import Notice
 from mega_rl.stages.run.output import CHECKPOINTS
 from mega_rl.stages.run.profiling import Profiling
 from mega_rl.stages.run.progress import Progress
-from mega_rl.stages.run.speed import LoadWatch, device_metrics
+from mega_rl.stages.run.speed import LoadWatch, RankReport, device_metrics, reports_of_step
 from mega_rl.stages.run.state_in_memory import StateInMemory
 
 
@@ -92,11 +92,15 @@ class Job:
         with self.profiling.step(number), self.timers("step"):
             yield
 
-    def device_metrics(self) -> dict[str, float]:
-        """Speed and memory of the devices in the step that ends; before the timers are collected. Collective."""
+    def reports_of_step(self) -> list[RankReport]:
+        """What every rank tells of the step that ends, on rank 0; before the timers are collected. Collective."""
+        return reports_of_step(self.timers, self.layout, self.load)
+
+    def device_metrics(self, reports: Sequence[RankReport]) -> dict[str, float]:
+        """Speed and memory of the devices in a step, of the reports of all ranks; without reports nothing."""
         given = self.config.platform.peak_tflops
         peak = platform.current().peak_flops() if given is None else given * 1e12
-        return device_metrics(self.timers, self.layout, self.load, peak)
+        return device_metrics(reports, peak)
 
     @property
     def export_dir(self) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,9 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+
 from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.figures import smallest
+from mega_rl.parallel.watch.watch import machine
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+NUM_SIGNALS = 1 << 8  # more than there are
+NOBODY = 1 << 62  # above every rank and signal
 _POLL_S = 0.2
 _BEHIND_S = 3.0  # how much longer than the first rank of a machine the others wait: rank 0 speaks before it is ended
 
@@ -45,9 +50,9 @@ class Notice:
 
     def __enter__(self) -> Notice:
         if self._grace_s > 0:
-            here = socket.gethostname()
+            here = machine()  # hosts may have the same name
             ranks = gather_objects((here, os.getpid()))
-            on_this_machine = [pid for host, pid in ranks if host == here]
+            on_this_machine = [pid for of_rank, pid in ranks if of_rank == here]
             self._neighbours = [pid for pid in on_this_machine if pid != os.getpid()]
             self._is_first = on_this_machine[0] == os.getpid()
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -69,9 +74,14 @@ class Notice:
             os.close(self._write)
 
     def is_given(self) -> bool:
-        """Whether any rank has been told, so that all of them save now. All ranks call it, once per step."""
+        """Whether any rank has been told, so that all of them save now. All ranks call it, once per step.
+
+        The answer is what the first of these ranks was told.
+        """
         if self._grace_s > 0:
-            self.answer = next((number for number in gather_objects(self._given) if number is not None), None)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            told = smallest(NOBODY if self._given is None else rank * NUM_SIGNALS + self._given)
+            self.answer = None if told == NOBODY else signal.Signals(told % NUM_SIGNALS)
         return self.answer is not None
 
     def _listen(self) -> None:

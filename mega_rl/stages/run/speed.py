@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from mega_rl import platform
-from mega_rl.observe.metrics.declared import PHASES_OF_TRAINER
+from mega_rl.observe.metrics.declared import PHASES_OF_TRAINER, Metrics
 from mega_rl.observe.timers import GIB, Timers
 from mega_rl.observe.work import WORK
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import gather_to_first
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.platform import DeviceLoad
 
@@ -57,12 +58,18 @@ class LoadWatch:
             self._see()
 
 
-def device_metrics(timers: Timers, layout: ParallelLayout, watch: LoadWatch, peak: float | None) -> dict[str, float]:
-    """Speed and memory of the trainer's devices in the step that ends; before ``timers.collect``. Collective.
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank tells of the step that ends."""
 
-    Args:
-        peak: operations per second of a device; None: not known, and no share of it is told.
-    """
+    devices: dict[str, float]  # metrics, of which the largest rank's counts
+    flops: float  # of its share of the models
+    trainer_s: float  # in which the trainer's models computed
+    phases: dict[str, float]  # metric name -> seconds
+
+
+def reports_of_step(timers: Timers, layout: ParallelLayout, watch: LoadWatch) -> list[RankReport]:
+    """Of every rank, on rank 0; nothing on the others. Before ``timers.collect``. Collective."""
     stats = platform.current().memory()
     seconds = sum(timers.seconds.get(f"time/{phase}_s", 0.0) for phase in PHASES_OF_TRAINER)
     # Every rank counts the whole model for the micro-batches of its data-parallel replica.
@@ -78,14 +85,34 @@ def device_metrics(timers: Timers, layout: ParallelLayout, watch: LoadWatch, pea
             "device/memory_reserved_gib": stats.device_reserved_bytes / GIB,
             "device/memory_total_gib": stats.device_total_bytes / GIB,
         }
-    parts = gather_objects((own, flops, seconds))
+    return gather_to_first(RankReport(own, flops, seconds, dict(timers.seconds)))
+
+
+def device_metrics(reports: Sequence[RankReport], peak: float | None) -> dict[str, float]:
+    """Speed and memory of the trainer's devices.
+
+    Args:
+        reports: of all ranks; none: nothing is known here.
+        peak: operations per second of a device; None: not known, and no share of it is told.
+    """
+    if not reports:
+        return {}
     total: dict[str, float] = {}
-    for part, _, _ in parts:
-        for name, value in part.items():
+    for report in reports:
+        for name, value in report.devices.items():
             total[name] = max(value, total.get(name, 0.0))
-    busy = [part["device/utilisation"] for part, _, _ in parts if "device/utilisation" in part]
+    busy = [report.devices["device/utilisation"] for report in reports if "device/utilisation" in report.devices]
     if busy:
         total["device/utilisation"] = sum(busy) / len(busy)
-    per_s = sum(part[1] for part in parts) / len(parts) / max(*(part[2] for part in parts), 1e-9)
+    per_s = sum(report.flops for report in reports) / len(reports) / max(*(r.trainer_s for r in reports), 1e-9)
     total["throughput/tflops_per_device"] = per_s / 1e12
     return total | ({} if peak is None else {"throughput/mfu": per_s / peak})
+
+
+def slowest(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of every phase, of the rank that took longest."""
+    found = Metrics()
+    for of_rank in phases:
+        for name, seconds in of_rank.items():
+            found.add(name, seconds)
+    return found.result()

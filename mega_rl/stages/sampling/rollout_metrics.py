@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
-from mega_rl.config import RunConfig
 from mega_rl.data.packing import unpack
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.data.pictures.thumbnails import thumbnails_of
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.observe.metrics.declared import Metrics
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks.sinks import ShownSample
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import is_first
+from mega_rl.parallel.figures import placed
+from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
 from mega_rl.rollout.collect.records import to_rows, write_step
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.episodes.episode_metrics import episode_metrics
 from mega_rl.stages.learn.learning import pack_samples
 from mega_rl.stages.run.batch_share import BatchShare
 from mega_rl.stages.run.job import Job
+from mega_rl.stages.run.speed import RankReport, slowest
 from mega_rl.stages.sampling.batch_builder import Batch
 from mega_rl.stages.score.scoring import unknown_metrics
 from mega_rl.stages.weights.weight_sync import Pushed
@@ -107,28 +109,40 @@ def show(
     learn from the sample. With ``algorithm.credit`` turn there are ``turn_advantages``, and ``advantage`` is the mean.
     """
     logging, share = job.config.logging, job.share
-    shown = samples[: logging.num_text_samples]
-    texts = batch.trajectory_store.to_first([sample.summary for sample in shown])
+    shown, is_dumped = samples[: logging.num_text_samples], logging.dump_rollouts != 0
+    groups = batch.generated if is_dumped else []
+    texts, whole = _on_first(batch.trajectory_store, shown, groups)
     pairs = zip(texts, shown, strict=False)
     observer.samples(step, "rollout", [shown_sample(text, sample.score, share.picture_set) for text, sample in pairs])
     observer.distribution(step, "rewards", [sample.score.value for sample in samples])
     observer.distribution(step, "advantages", [sample.advantage for sample in samples])
     observer.distribution(step, "response_lengths", [float(sample.summary.num_sampled) for sample in samples])
-    if logging.dump_rollouts == 0:
+    if not is_dumped:
         return
     differences = logprob_differences(share, actor, samples, batch.trajectory_store) if samples else []
-    whole = {outcome: batch.trajectory_store.groups_to_first(groups) for outcome, groups in batch.by_outcome.items()}
     if share.rank == 0:
+        outcomes = [outcome for outcome, of_outcome in batch.by_outcome.items() for _ in of_outcome]
         learnt = iter([_advantages(s) | {"logprob_diff": d} for s, d in zip(samples, differences, strict=True)])
         others = {"advantage": None, "logprob_diff": None}
         head = {"step": step} | ({} if batch.sampled_for is None else {"sampled_for": batch.sampled_for})
         rows = [
             {**head, "outcome": outcome, **row, **(next(learnt) if outcome == "learnt" else others)}
-            for outcome, groups in whole.items()
-            for group in groups
+            for outcome, group in zip(outcomes, whole, strict=True)
             for row in to_rows(group)
         ]
         write_step(job.output_dir / ROLLOUTS, step, rows, logging.dump_rollouts)
+
+
+def _on_first(
+    source: TrajectoryStore, shown: Sequence[Sample], groups: Sequence[GroupSummary]
+) -> tuple[list[Trajectory], list[PromptGroup]]:
+    """Whole samples and whole groups, on rank 0; nothing on the others. Collective: all of them in one exchange."""
+    wanted = [sample.summary for sample in shown]
+    found = iter(source.to_first(wanted + [summary for group in groups for summary in group.summaries]))
+    if not is_first():
+        return [], []
+    texts = list(islice(found, len(wanted)))
+    return texts, [PromptGroup(tuple(islice(found, len(group.summaries))), group.scores) for group in groups]
 
 
 def _advantages(sample: Sample) -> dict[str, Any]:
@@ -147,34 +161,50 @@ def logprob_differences(
         difference_T = (stats.logprobs - microbatch.rollout_logprobs).abs() * microbatch.loss_mask
         for index, values in zip(microbatch.sequence_indices, unpack(difference_T, microbatch), strict=True):
             own[index] = float(values.sum()) / max(1.0, float(samples[index].summary.num_sampled))
-    found: dict[int, float] = {}
-    for part in gather_objects(own):
-        found |= part
-    return [found[index] for index in range(len(samples))]
+    return placed(own if share.is_counted and share.is_last_stage else {}, len(samples))
 
 
 def schedule_metrics(
-    config: RunConfig, noise: AqnNoise, pushed: Pushed, metrics: Mapping[str, float]
+    noise: AqnNoise, pushed: Pushed, samples: Sequence[Sample], metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Where the noise schedule stands, and how far the noise moved the sampling policy."""
-    if not config.aqn.enabled:
+    """Where in the noise schedule the samples were drawn, and how far the noise moved the sampling policy.
+
+    Args:
+        pushed: speaks where there are no samples.
+    """
+    if not noise.config.enabled:
         return {}
-    figures = {"aqn/sigma": pushed.sigma, "aqn/stage": float(noise.stage(pushed.version))}
+    tokens: Counter[int] = Counter()  # by the version of the weights that sampled them
+    for sample in samples:
+        for version, count in sample.summary.versions:
+            tokens[version] += count
+    tokens = tokens if tokens.total() else Counter({pushed.version: 1})
+    of_version: dict[str, dict[int, float]] = {
+        "aqn/sigma": {version: noise.sigma(version) for version in tokens},
+        "aqn/stage": {version: float(noise.stage(version)) for version in tokens},
+    }
+    figures: dict[str, float] = {}
+    for name, values in of_version.items():
+        least, most = min(values.values()), max(values.values())
+        if least == most:
+            figures[name] = most
+            continue
+        mean = sum(values[version] * count for version, count in tokens.items()) / tokens.total()
+        figures |= {name: mean, f"{name}_min": least, f"{name}_max": most}
     if "rollout/kl" in metrics:
         # E over the noisy policy of log(noisy / clean): the KL from the noisy to the clean policy
         figures["aqn/kl_clean_noisy"] = metrics["rollout/kl"]
     return figures
 
 
-def time_metrics(seconds: Mapping[str, float], samples: Sequence[Sample]) -> dict[str, float]:
-    """Phase times of the slowest rank, and the rates that follow from them. Collective."""
-    own = Metrics()
-    for name, value in seconds.items():
-        own.add(name, value)
-    slowest = Metrics().merge(gather_objects(own)).result()
+def time_metrics(reports: Sequence[RankReport], samples: Sequence[Sample]) -> dict[str, float]:
+    """Phase times of the slowest rank, and the rates that follow from them; without reports nothing."""
+    if not reports:
+        return {}
+    seconds = slowest([report.phases for report in reports])
     num_sampled = sum(sample.summary.num_sampled for sample in samples)
     num_tokens = num_sampled + sum(sample.summary.num_prompt for sample in samples)
-    return slowest | {
-        "throughput/tokens_per_s": num_tokens / max(slowest["time/step_s"], 1e-9),
-        "rollout/tokens_per_s": num_sampled / max(slowest["time/generate_s"], 1e-9),
+    return seconds | {
+        "throughput/tokens_per_s": num_tokens / max(seconds["time/step_s"], 1e-9),
+        "rollout/tokens_per_s": num_sampled / max(seconds["time/generate_s"], 1e-9),
     }

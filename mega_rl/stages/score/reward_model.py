@@ -13,7 +13,7 @@ from mega_rl.config.checks.environment import ENVIRONMENT
 from mega_rl.errors import InputError
 from mega_rl.megatron.reference import Frozen
 from mega_rl.microbatch import Sequence as TrainingSequence
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.figures import placed
 from mega_rl.rewards.scorer import WeightedReward
 from mega_rl.stages.models.values import scored_at_end
 from mega_rl.stages.run.batch_share import BatchShare, pack_brought
@@ -63,11 +63,10 @@ class RewardModel:
             for microbatch, values_T in zip(microbatches, model.token_values(microbatches), strict=True):
                 values = values_at_ends(values_T, microbatch).tolist()
                 own |= dict(zip(microbatch.sequence_indices, values, strict=True))
-        found: dict[int, float] = {}
-        for part in gather_objects(own):
-            found |= part
-        if not np.isfinite(list(found.values())).all():
+        is_counted = self._share.is_counted and self._share.is_last_stage
+        found = placed(own if is_counted else {}, len(summaries))
+        if not np.isfinite(found).all():
             raise InputError(
                 f"the reward {self._reward.name} gives values that are not finite: give another reward model"
             )
-        return [found[place] for place in range(len(summaries))]
+        return found

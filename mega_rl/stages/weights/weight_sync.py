@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import torch
@@ -18,9 +18,17 @@ from mega_rl.bridge.reshard.plan import Layout
 from mega_rl.bridge.reshard.proof import Proof
 from mega_rl.bridge.slices import Box
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import gather_to_first, is_first, together
+from mega_rl.parallel.figures import reduced, told
 from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.sinks import WeightSink
+
+_COUNTED = tuple(one.name for one in fields(TransferCount))
+TRANSFER_METRICS = (
+    *("bridge/bytes_local", "bridge/bytes_sent", "bridge/bytes_received", "bridge/bytes_minimum"),
+    *("bridge/largest_sender", "bridge/pack_s", "bridge/transfer_s", "bridge/write_s"),
+    *("bridge/seconds", "bridge/gb_per_s"),
+)
 
 
 @dataclass(frozen=True)
@@ -161,11 +169,29 @@ class WeightSync:
         return {"bridge/verify_s": time.perf_counter() - start, "bridge/verified_tensors": float(num_tensors)}
 
     def _metrics(self, transfer_count: TransferCount | None, outgoing: Outgoing) -> dict[str, float]:
-        parts = gather_objects((transfer_count, outgoing.records, self.plan_s))
-        transfer_counts = [part for part, _, _ in parts if part is not None]
-        metrics = transfer_metrics(transfer_counts) if transfer_counts else {}
-        metrics["bridge/plan_s"] = max(seconds for _, _, seconds in parts)
-        return metrics | outgoing.metrics([records for _, records, _ in parts])
+        """Of all ranks, on every rank. Collective; objects go to rank 0, and only what transforms have noted."""
+        metrics = sync_metrics(transfer_count, self.plan_s)
+        if names := outgoing.names:
+            records = gather_to_first(outgoing.records())
+            with together("adding up what the transforms of a weight sync noted"):
+                noted = outgoing.metrics(records) if is_first() else {}
+            metrics |= told(noted, names)
+        return metrics
+
+
+def sync_metrics(transfer_count: TransferCount | None, plan_s: float) -> dict[str, float]:
+    """The figures of one sync from this rank's transfer count and those of all others. Collective."""
+    own = [0.0] * len(_COUNTED) if transfer_count is None else [float(getattr(transfer_count, n)) for n in _COUNTED]
+
+    def of_ranks(rows: list[list[float]]) -> list[float]:
+        transfer_counts = [TransferCount(**dict(zip(_COUNTED, row[2:], strict=True))) for row in rows if row[0]]  # type: ignore[arg-type]
+        figures = transfer_metrics(transfer_counts) if transfer_counts else dict.fromkeys(TRANSFER_METRICS, 0.0)
+        return [float(bool(transfer_counts)), max(row[1] for row in rows), *figures.values()]
+
+    row = [float(transfer_count is not None), plan_s, *own]
+    is_counted, slowest, *figures = reduced(row, of_ranks, 2 + len(TRANSFER_METRICS))
+    found = dict(zip(TRANSFER_METRICS, figures, strict=True)) if is_counted else {}
+    return found | {"bridge/plan_s": slowest}
 
 
 def transfer_metrics(transfer_counts: Sequence[TransferCount]) -> dict[str, float]:
@@ -173,15 +199,16 @@ def transfer_metrics(transfer_counts: Sequence[TransferCount]) -> dict[str, floa
     sent = [transfer_count.bytes_sent for transfer_count in transfer_counts]
     moved = sum(transfer_count.bytes_local + transfer_count.bytes_sent for transfer_count in transfer_counts)
     seconds = max(transfer_count.seconds for transfer_count in transfer_counts)
-    return {
-        "bridge/bytes_local": float(sum(transfer_count.bytes_local for transfer_count in transfer_counts)),
-        "bridge/bytes_sent": float(sum(sent)),
-        "bridge/bytes_received": float(sum(transfer_count.bytes_received for transfer_count in transfer_counts)),
-        "bridge/bytes_minimum": float(sum(transfer_count.bytes_minimum for transfer_count in transfer_counts)),
-        "bridge/largest_sender": max(sent) * len(sent) / sum(sent) if sum(sent) else 1.0,
-        "bridge/pack_s": max(transfer_count.pack_s for transfer_count in transfer_counts),
-        "bridge/transfer_s": max(transfer_count.transfer_s for transfer_count in transfer_counts),
-        "bridge/write_s": max(transfer_count.write_s for transfer_count in transfer_counts),
-        "bridge/seconds": seconds,
-        "bridge/gb_per_s": moved / 1e9 / max(seconds, 1e-9),
-    }
+    figures = (
+        float(sum(transfer_count.bytes_local for transfer_count in transfer_counts)),
+        float(sum(sent)),
+        float(sum(transfer_count.bytes_received for transfer_count in transfer_counts)),
+        float(sum(transfer_count.bytes_minimum for transfer_count in transfer_counts)),
+        max(sent) * len(sent) / sum(sent) if sum(sent) else 1.0,
+        max(transfer_count.pack_s for transfer_count in transfer_counts),
+        max(transfer_count.transfer_s for transfer_count in transfer_counts),
+        max(transfer_count.write_s for transfer_count in transfer_counts),
+        seconds,
+        moved / 1e9 / max(seconds, 1e-9),
+    )
+    return dict(zip(TRANSFER_METRICS, figures, strict=True))

@@ -24,6 +24,7 @@ from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling import sampling
 from mega_rl.stages.sampling.fleet_batches import Fleet
 from mega_rl.stages.weights import engines as engines_of_a_run
+from mega_rl.stages.weights.engine_probe import NoEngine
 from mega_rl.stages.weights.weight_sync import Pushed
 from tests.distributed.stages.run.run_struck_stage import die
 from tests.launching.launch import REPO
@@ -94,7 +95,7 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
             sync.executors = executors
         # unpinned responses stay with their engine until the next weights come, so there must be room for more
         slots = 6 if mode == "pinned" else 1000
-        fleet = Fleet(engines, EngineLimits(slots=slots, restarts=10_000), opened)
+        fleet = Fleet(engines, EngineLimits(slots=slots, restarts=10_000), opened, NoEngine())
         return (sync.sampler if mode == "synchronous" else fleet), sync
 
     sampling.store_fleet = engines_of_a_run.engine_and_sync = pretended

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +20,22 @@ from mega_rl.data.pictures.pictures import FoundPicture, PictureReader
 from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.errors import InputError
-from mega_rl.parallel.collectives import broadcast_object, gather_objects, join_world, work_shared
+from mega_rl.microbatch import Figures
+from mega_rl.parallel.collectives import (
+    broadcast_object,
+    gather_objects,
+    gather_to_first,
+    join_world,
+    together,
+    work_shared,
+)
+from mega_rl.parallel.figures import column_sums, is_any, placed, reduced, smallest, summed, told
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.stages.learn.logprob_difference import LogprobDifference, merged, over_ranks
+from mega_rl.stages.run.batch_share import BatchShare, Totals, totals_of
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
+
+GATHERED: list[Any] = []  # what this process gave to gathers of objects
 
 
 def num_sockets() -> int:
@@ -33,9 +49,83 @@ def connects_neighbours_only() -> int:
     join_world("gloo", timeout_s=60)
     gather_objects(dist.get_rank())
     broadcast_object("value")
+    gather_to_first("value")
+    reduced([1.0], column_sums, 1)
     dist.all_reduce(torch.ones(3))
     dist.barrier()
     return num_sockets() - before
+
+
+def figures_are_those_of_all_ranks() -> None:
+    """Sums of floats in the order of the ranks, as a loop over what each has would add them; nothing is an object."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    values = [math.sin(1.0 + other) / 3 for other in range(size)]
+    num_before = len(GATHERED)
+    assert reduced([values[rank], rank], column_sums, 2) == [sum(values), size * (size - 1) / 2]
+    assert reduced([values[rank]], lambda rows: [max(rows)[0], min(rows)[0]], 2) == [max(values), min(values)]
+    assert not is_any(False) and is_any(rank == size - 1) and smallest(100 - rank) == 101 - size
+    assert summed([1 << 40, rank]) == [size << 40, size * (size - 1) // 2]
+    given = {place: math.nan if place == 3 else values[place] for place in range(rank, 24, size) if place < size}
+    found = placed(given, size)
+    assert found[:3] + found[4:] == values[:3] + values[4:] and math.isnan(found[3])
+    assert told({"b": 2.5, "a": -0.0} if rank == 0 else {}, ["a", "b", "c"]) == {"a": 0.0, "b": 2.5}
+    with together("a block without a failure"):
+        pass
+    assert len(GATHERED) == num_before, "agreement on nothing takes no object"
+    try:
+        with together("a block"):
+            if rank == 5:
+                raise InputError("rank 5 says so")
+    except InputError as error:
+        assert str(error) == "rank 5 says so"
+    else:
+        raise AssertionError("rank 5 failed and nobody said so")
+    assert len(GATHERED) == num_before + 1
+
+
+def totals_and_differences_are_those_of_objects() -> None:
+    """Names that only some ranks know, those that a later batch brings, and ranks that have nothing."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    share = BatchShare(ParallelLayout.create(size, pipeline=2), rank, 16, 1, 0)
+
+    def reports(other: int, late: bool) -> list[Figures]:
+        sums = {"loss": torch.tensor(math.cos(other)), **({f"own/{other % 3}": torch.tensor(0.1)} if late else {})}
+        figures = Figures(sums, {"ratio": torch.tensor(1.0 + other)})
+        return [figures, figures] if BatchShare(share.layout, other, 16, 1, 0).is_last_stage else []
+
+    for late in (False, False, True, False):
+        wanted = Totals()
+        for other in range(size):
+            own = Totals()
+            for report in reports(other, late):
+                own.include(report)
+            wanted.include(own)
+        before = len(GATHERED)
+        found = totals_of(share, reports(rank, late))
+        assert (found.sums, found.maxima) == (wanted.sums, wanted.maxima), late
+        num_new = len(GATHERED) - before
+        assert num_new <= 1, "names are exchanged once"
+    assert num_new == 0
+
+    def own(other: int) -> LogprobDifference | None:
+        return (
+            LogprobDifference(1.0 + other % 5, math.exp(other), other, other, 2, 3, (0.5, -other))
+            if other % 2
+            else None
+        )
+
+    worst = over_ranks({"engine": own(rank), "ppo_kl": None})
+    assert worst == {"engine": merged(map(own, range(size))), "ppo_kl": None}
+
+
+def count_gathered() -> None:
+    original = dist.all_gather_object
+
+    def counted(gathered: list[Any], value: Any, **keys: Any) -> None:
+        GATHERED.append(value)
+        original(gathered, value, **keys)
+
+    dist.all_gather_object = counted
 
 
 def shares_work() -> None:
@@ -135,6 +225,9 @@ def opens_pictures_once(directory: Path) -> None:
 
 def main(directory: Path) -> None:
     sockets = connects_neighbours_only()
+    count_gathered()
+    figures_are_those_of_all_ranks()
+    totals_and_differences_are_those_of_objects()
     shares_work()
     tokenises_once(directory)
     opens_pictures_once(directory)

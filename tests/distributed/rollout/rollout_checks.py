@@ -27,8 +27,6 @@ from transformers import PreTrainedModel
 
 from mega_rl.bridge.mapping.megatron import rank_series
 from mega_rl.bridge.mapping.vllm import vllm_series, vllm_slices
-from mega_rl.bridge.reshard.deposit import summed
-from mega_rl.bridge.reshard.proof import live_hashes
 from mega_rl.bridge.slices import extents, indices
 from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
@@ -37,14 +35,15 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm, take
+from mega_rl.rollout.remote.weight_store import Store, StoreForm, take
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.sinks import InPlaceSink, SentWeights
-from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
+from mega_rl.rollout.temperature_probe import probe_prompt
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.distributed.rollout.episode_checks import episodes
 from tests.distributed.rollout.tail_checks import (
+    pieces_are_the_responses,
     tail_tokens_are_of_their_version,
     tails_are_functions_of_what_is_kept,
     unfinished_responses_go_on,
@@ -62,6 +61,8 @@ from tests.models.rollout_support import (
     span_error,
     tiny_model,
 )
+from tests.pretended.stored import sealed
+from tests.pretended.tokens import measured_temperatures
 
 MAX_MODEL_LEN = 384
 LONG = 300  # tokens of a prompt that fills two blocks of the prefix cache (128 tokens each on a CPU)
@@ -272,18 +273,15 @@ def changed_after_five_steps(
 def fifty_updates_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Path) -> None:
     """Every step samples with other weights, of which all bytes are proved as they arrive from a store."""
     form = StoreForm((tuple(vllm_series(read_model_shape(path), 1, 0)),), torch.float32, num_slots=2, salt=5)
-    store, slices = Store(form), form.slices[0]
+    store = Store(form)
     models, found = {engine.weight_version: copy.deepcopy(model)}, list[Trajectory]()
     for version in range(engine.weight_version + 1, engine.weight_version + 51):
         if not engine.num_unfinished:
             engine.submit(make_requests([prompt(0, 7)], n=3, step=version, seed=7, max_tokens=12, temperature=1.0))
         found += engine.step()
         perturb(model, version, 0.01)
-        stored = store.parameters(0, version)
-        live_write(model, path)(stored)
-        hashes = zip(slices, live_hashes(stored, slices, form.salt), strict=True)
-        digest = summed({(piece.local_name, piece.hf_name): value} for piece, value in hashes)
-        engine.exchange(partial(take, store, 0, StoredVersion(version, [digest])), version)
+        live_write(model, path)(store.parameters(0, version))
+        engine.exchange(partial(take, store, 0, form.slot(version), sealed(store, version).of(0)), version)
         models[version] = copy.deepcopy(model)
     while engine.num_unfinished:
         found += engine.step()
@@ -498,6 +496,7 @@ def single(directory: Path) -> None:
             check("tails_are_functions_of_what_is_kept", tails_are_functions_of_what_is_kept, live)
             write = partial(live_write, model, path)
             check("tail_tokens_are_of_their_version", tail_tokens_are_of_their_version, live, model, write)
+            check("pieces_are_the_responses", pieces_are_the_responses, live, model, write)
             check("kept_keys_and_values_show", kept_keys_and_values_show, model, path)
         check(f"{family}_live_writes", takes_live_writes, live, model, path, 1, 0)
         check(f"{family}_live_loader", takes_weights, live, model, 2, 23)

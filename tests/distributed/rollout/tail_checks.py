@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.partial import PartialResponse
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.vllm.engine import VLLMEngine
+from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.types import Trajectory
 from tests.models.rollout_support import answer_of, perturb, prompt, span_error
 
@@ -99,3 +102,51 @@ def tail_tokens_are_of_their_version(engine: VLLMEngine, model: PreTrainedModel,
     newest = dict.fromkeys(policies, model)
     other = min(span_error(trajectory, newest) for trajectory in found if len(trajectory.spans) > 1)
     assert error < 1e-4 < other, (error, other)
+
+
+def pieces_are_the_responses(engine: VLLMEngine, model: PreTrainedModel, write: Callable[[], Write]) -> None:
+    """What is told of responses under way is what they have become, over a change of weights; and another engine goes
+    on with it, with weights that are newer still.
+    """
+    requests = make_requests([prompt(0, 300), prompt(1, 5)], n=2, step=0, seed=5, max_tokens=18, temperature=1.0)
+    engine._rollout.ignore_eos = True
+    policies, first = {engine.weight_version: copy.deepcopy(model)}, engine.weight_version
+    told: dict[int, int] = {}
+    known: dict[int, PartialResponse] = {}
+
+    def hear(least: int) -> int:
+        found = ReceivingEngine.grown(engine, told, least)  # type: ignore[arg-type]
+        for number, piece in found.items():
+            told[number] = piece.first + piece.num_tokens
+            known[number] = known[number].grown(piece)
+        return len(found)
+
+    def change(seed: int) -> None:
+        perturb(model, seed, 0.05)
+        engine.exchange(write(), engine.weight_version + 1)
+        policies[engine.weight_version] = copy.deepcopy(model)
+
+    for request, number in zip(requests, engine.enter(requests), strict=True):
+        known[number] = PartialResponse(request.prompt, request.sample_index)
+    assert hear(1) == 0
+    done = steps(engine, 5)
+    assert hear(1) == 4 and hear(1) == 0 and not done
+    change(71)
+    done += steps(engine, 4)
+    assert hear(9) == 0 and hear(1) == 4 and not done
+    whole = {key(t): t for t in ended(engine)}
+    for partial in known.values():
+        tail, response = partial.trajectory(), whole[partial.prompt.index, partial.sample_index]
+        assert tail is not None and 7 <= tail.num_sampled == partial.num_sampled <= 9
+        length = len(tail.token_ids)
+        assert np.array_equal(tail.token_ids, response.token_ids[:length])
+        assert np.array_equal(tail.logprobs, response.logprobs[:length])
+        assert tail.spans == response.spans and [span.version for span in tail.spans] == [first, first + 1]
+    change(72)
+    of = {(one.prompt.index, one.sample_index): one.trajectory() for one in known.values()}
+    engine.submit([dataclasses.replace(request, tail=of[key(request)]) for request in requests])
+    again = ended(engine)
+    engine._rollout.ignore_eos = False
+    assert [len(t.spans) for t in again] == [3] * 4 and all(t.num_sampled == 18 for t in again)
+    error = max(span_error(trajectory, policies) for trajectory in again)
+    assert error < 1e-4, error

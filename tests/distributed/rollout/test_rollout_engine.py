@@ -30,6 +30,7 @@ SINGLE = [f"{family}_{name}" for family in FAMILIES for name in (*PER_FAMILY, "r
     "unfinished_responses_go_on",
     "tails_are_functions_of_what_is_kept",
     "tail_tokens_are_of_their_version",
+    "pieces_are_the_responses",
     "live_equals_fresh_engine",
     "reload_equals_fresh_engine",
     "live_then_reload",

@@ -58,9 +58,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint.export_hf=true",
         "logging.num_text_samples=16",
     )
-    run(
-        [sys.executable, STRUCK, "patient", "--config", str(config), *overrides]
-    ).check()  # Ray must not be imported yet
+    command = [sys.executable, STRUCK, "patient", "--config", str(config), *overrides]
+    said = run(command).check().stdout  # Ray must not be imported yet
+    (directory / "said.txt").write_text(said)
     return directory
 
 
@@ -91,6 +91,14 @@ def test_the_engine_has_shown_what_it_loads(world: Path) -> None:
     log = (world / "run" / "run.log").read_text()
     kinds = re.findall(r"engine 0 of kind (.*) holds model.path as the trainer does$", log, re.MULTILINE)
     assert len(kinds) == 1 and "torch 2." in kinds[0] and "vllm 0." in kinds[0]
+
+
+def test_an_engine_goes_on_with_what_the_one_before_it_had(world: Path) -> None:
+    """It was killed amid the responses of the second step."""
+    found = re.findall(r"^GOES ON (\d+) (\d+)$", (world / "said.txt").read_text(), re.MULTILINE)
+    assert found and all(int(num_tokens) > 0 for num_tokens, _ in found)
+    assert any(int(num_pictures) for _, num_pictures in found), "some with pictures"
+    assert metrics_of(world / "run")[STEPS]["fleet/restarts"] == 1
 
 
 def test_pictures_stand_beside_their_samples(world: Path) -> None:

@@ -23,17 +23,21 @@ from mega_rl.fleet.executor import Requests
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.pulse import Pulse
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.engine_process import EngineSpec, WorkerPlace
+from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
+from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.load_checks import LoadChecks
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
 from mega_rl.types import Trajectory
 from tests.distributed.bridge.test_bridge_execute import local_parameters
+from tests.pretended.tokens import first_logprobs
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 OWN = Location(1, (3,))  # of a store
+PROOFS = ((b"fixed", b"of 0"), (b"fixed", b"of 1"))  # by worker
 PULSE_FILE = 5  # of every worker
+NUM_SLOTS = 1024  # responses that an engine says it takes at a time
 NUM_STEPS = 40  # of an engine for a response
 
 
@@ -143,11 +147,12 @@ class Worker:
         """Whether it has loaded weights by itself."""
         return self.spec is not None and "load_format" not in self.spec.rollout.vllm
 
-    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> None:
+    def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> int:
         assert rank == self.rank
         self.spec = spec
         self.live = local_parameters(slices_of(self.layout), self.model if self.has_read else None, torch.float32)
         self.rearrange(self.live)
+        return NUM_SLOTS
 
     def do_inspect(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self.live, *arguments)
@@ -155,10 +160,14 @@ class Worker:
     def do_accept(self) -> None:
         self.is_accepted = True
 
-    def do_load(self, form: StoreForm, location: Any, stored: StoredVersion) -> None:
+    def do_attach(self, form: StoreForm) -> None: ...
+
+    def do_load(self, location: Any, wanted: WantedVersion) -> LoadResult:
         assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
         assert self.is_accepted, "weights for an engine of whose kind it is not known how they lie"
-        self.version = stored.version
+        assert wanted.proofs == PROOFS[self.rank], "those of another worker"
+        self.version = wanted.version
+        return LoadResult.WHOLE
 
     def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
         self.shown.append(([request.prompt.index for request in requests], pictures))
@@ -171,8 +180,12 @@ class Worker:
         self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
         return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
 
-    def do_rest(self) -> None:
+    def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return [first_logprobs(self.version, prompt_ids, temperature)]
+
+    def do_rest(self) -> int:
         self.todo.clear()
+        return NUM_SLOTS
 
     def answer(self, request: Request) -> Trajectory:
         tokens = [self.version + 1, request.prompt.index, request.seed]
@@ -327,6 +340,16 @@ class Arriving(Answer):
             self.come()
 
 
+class KnowsAll(FleetChecks):
+    """Every version is known, and none has adapters."""
+
+    def __init__(self) -> None:
+        super().__init__(CheckPlan(50, 0.7, "float32", print))
+
+    def held(self, version: int) -> Held:
+        return Held(version)
+
+
 def executor_on(
     patch: pytest.MonkeyPatch,
     ray: FakeRay,
@@ -334,6 +357,7 @@ def executor_on(
     requests: Requests,
     stored: Mapping[int, StoredVersion],
     picture_set: Any = None,
+    checks: FleetChecks | None = None,
 ) -> RayExecutor:
     """A ``RayExecutor`` on this Ray, with its time, in a cluster of one host."""
     num_engines, size = rollout.num_engines, rollout.tensor_parallel_size
@@ -347,4 +371,4 @@ def executor_on(
         patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: ray.now))
     spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
     store = Store(StoreForm(tuple(map(tuple, ray.layout(size))), torch.float32, num_slots=2, salt=1))
-    return RayExecutor(ray.checks(spec), num_engines, requests, store, stored, picture_set=picture_set)
+    return RayExecutor(ray.checks(spec), num_engines, Work(requests, checks or KnowsAll(), picture_set), store, stored)

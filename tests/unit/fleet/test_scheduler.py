@@ -129,6 +129,22 @@ def test_who_leaves_is_named_or_loses_least_and_one_stays() -> None:
             membership.leaving(engines, named, count)
 
 
+def test_an_engine_is_given_as_much_as_it_says_it_takes() -> None:
+    """And one that does not say is given what the limits say, whatever another takes."""
+    limits = EngineLimits(slots=256)
+    scheduler = FleetScheduler(Rules(num_groups=512, group_size=8, total_steps=1), limits, range(2))
+    scheduler.begin(0.0)
+    out = [*scheduler.handle(events.Started(0, 0, slots=1024), 1.0), *scheduler.handle(events.Started(1, 0), 1.0)]
+    for load in of(events.Load, out):
+        out += scheduler.handle(events.Loaded(load.engine, load.life, load.version), 2.0)
+    given = [sum(len(issue.samples) for issue in of(events.Issue, out) if issue.engine == engine) for engine in (0, 1)]
+    assert given == [1024, 256] == [engine.load for engine in scheduler.engines.values()]
+    scheduler.handle(events.Died(0, 0, "it was killed"), 3.0)
+    scheduler.handle(events.Started(0, 1, slots=8), 4.0)
+    scheduler.handle(events.Loaded(0, 1, 0), 5.0)
+    assert scheduler.engines[0].load == 8, "its next life may be on another card"
+
+
 def test_an_answer_of_other_weights_is_no_answer() -> None:
     scheduler, (issue,) = serving(Rules(num_groups=1, group_size=1, total_steps=2, eta=1), limits=EngineLimits(slots=1))
     out = scheduler.handle(events.Answered(0, 0, issue.attempt, 0, 1, "x"), 3.0)
@@ -213,6 +229,21 @@ def test_an_engine_that_missed_its_weights_is_given_newer_ones_and_no_restart() 
     scheduler.handle(events.Published(1), 5.0)
     scheduler.handle(events.Published(2), 6.0)
     assert scheduler.handle(events.Missed(0, 0, 0), 7.0) == [events.Load(0, 0, 2)], "engine 1 is on its way to 1"
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_an_engine_with_torn_weights_is_given_no_work_before_it_has_whole_ones(is_pinned: bool) -> None:
+    rules = Rules(num_groups=1, group_size=1, total_steps=4, eta=1, is_pinned=is_pinned)
+    scheduler, issues = serving(rules, limits=EngineLimits(slots=4))
+    for issue in issues if is_pinned else issues[:1]:  # in flight the other response is under way
+        answer(scheduler, issue, 0, 3.0)
+    (load,) = of(events.Load, scheduler.handle(events.Published(1), 4.0))
+    decisions = scheduler.handle(events.Missed(0, 0, 1, is_torn=True), 5.0)
+    assert decisions == [load], "the newest, or what it needs, at once"
+    assert not scheduler.engines[0].serves and scheduler.engines[0].version == -1
+    assert not of(events.Issue, scheduler.handle(events.Ticked(), 5.5))
+    scheduler.handle(events.Loaded(0, 0, 1), 6.0)
+    assert scheduler.engines[0].serves and scheduler.engines[0].version == 1
 
 
 @pytest.mark.parametrize("samples_on", [False, True])

@@ -1,11 +1,11 @@
-"""Who can reach the stores and the groups of a run, and how the ranks of one start find each other in torchrun's."""
+"""Who can reach the stores of a run, and how the ranks of one start find each other in torchrun's."""
 
 from __future__ import annotations
 
 import datetime
-import json
-import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mega_rl.errors import InputError
 from mega_rl.parallel import start
 from mega_rl.parallel.joint_group import join_store, open_meeting
-from mega_rl.parallel.store import LOOPBACK, is_one_node, keep_to_loopback, shared_store
+from mega_rl.parallel.store import LOOPBACK, is_one_node, shared_store
 
 
 def addresses(port: int) -> set[str]:
@@ -58,27 +58,6 @@ def test_one_node(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], ex
     assert is_one_node() is expected
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "lo"),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RAY_ADDRESS": "auto"}, None),  # engines may be elsewhere
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, None),
-    ],
-)
-def test_gloo_listens_at_loopback_where_all_are_here(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str | None
-) -> None:
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that what is set below is taken back
-        monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    keep_to_loopback()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
-
-
 def test_every_start_of_the_ranks_has_a_name_of_its_own() -> None:
     """Also after one in which a rank has left its word and died, and one whose first rank died before the others."""
     left, timeout = dist.HashStore(), datetime.timedelta(seconds=60)
@@ -89,9 +68,39 @@ def test_every_start_of_the_ranks_has_a_name_of_its_own() -> None:
             return {each.result() for each in found}
 
     left.set("word/2", "of a rank that died")
-    left.set("name", json.dumps(["of one that died", {"1": "gone", "2": "of a rank that died"}]))
+    left.set("told/of a rank that died", "of one that died")
     names = [begin() for _ in range(3)]
     assert all(len(each) == 1 for each in names) and len(set.union(*names)) == 3
+
+
+class CountingStore:
+    """A store that writes down what one rank asks of it, and how long the answers are."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.asked, self.num_bytes = store, list[str](), 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            self.asked.append(name)
+            answer = getattr(self._store, name)(*arguments)
+            self.num_bytes += len(answer) if isinstance(answer, bytes) else 0
+            return answer
+
+        return ask
+
+
+@pytest.mark.parametrize("ranks", [2, 24])
+def test_a_rank_that_waits_for_the_others_asks_the_store_four_times(ranks: int) -> None:
+    """However many ranks there are and however late the first one is: its store serves a thousand of them."""
+    store, timeout = dist.HashStore(), datetime.timedelta(seconds=60)
+    stores = [CountingStore(store) for _ in range(ranks)]
+    with ThreadPoolExecutor(ranks) as threads:
+        late = [threads.submit(start._agree_on_start, stores[rank], rank, ranks, timeout) for rank in range(1, ranks)]
+        store.wait([f"word/{ranks - 1}"], timeout)
+        found = {threads.submit(start._agree_on_start, stores[0], 0, ranks, timeout).result()}
+        found |= {each.result() for each in late}
+    assert len(found) == 1
+    assert all(one.asked == ["set", "wait", "get", "set"] and one.num_bytes == 32 for one in stores[1:])
 
 
 def test_ranks_that_do_not_come_are_not_waited_for_for_ever() -> None:

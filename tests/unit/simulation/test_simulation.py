@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from mega_rl.errors import InputError
-from mega_rl.simulation import lengths
+from mega_rl.fleet import events
+from mega_rl.fleet.tickets import Rules
+from mega_rl.simulation import cluster, lengths
 from mega_rl.simulation.choice import (
     SimulatedBatch,
     SimulatedSetting,
@@ -20,7 +22,7 @@ from mega_rl.simulation.choice import (
     simulate_all,
     splits,
 )
-from mega_rl.simulation.cluster import Cluster
+from mega_rl.simulation.cluster import Cluster, Simulation
 
 SMALL = Cluster(engines=2, slots=64, fixed_s=0.01, per_response_s=0.001, train_s=3.0, load_s=0.5)
 EVEN = SimulatedBatch(4, 4, lengths.Constant(100))
@@ -78,6 +80,32 @@ def test_deaths_cost_time_and_nothing_else() -> None:
         outcome = run(mode, eta, mortal, steps=30).outcome
         assert outcome.num_deaths > 3 and outcome.max_staleness <= eta
         assert outcome.step_s > run(mode, eta, busy, steps=30).outcome.step_s
+
+
+class Watched(Simulation):
+    """Keeps the lengths of the responses of every step."""
+
+    def _carry_out(self, decisions: list[events.Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, events.Deliver):
+                self.delivered = getattr(self, "delivered", []) + [[results for _, results in decision.groups]]
+        super()._carry_out(decisions)
+
+
+def test_in_flight_goes_on_with_what_dead_engines_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines live hardly longer than a response takes; it keeps its length, however often it changes hands."""
+    monkeypatch.setattr(cluster, "TELL_S", 0.1)
+    mortal = replace(SMALL, train_s=0.1, load_s=0.0, hours_between_deaths=1.5 / 3600, restart_s=0.1)
+    steps = {}
+    for mode in ("pinned", "in_flight"):
+        rules = Rules(4, 4, total_steps=19, eta=2, is_pinned=mode == "pinned")
+        simulation = Watched(mortal, rules, lengths.Constant(100), num_steps=16)
+        outcome = simulation.run()
+        steps[mode] = outcome.step_s
+        assert outcome.num_deaths > 10 and outcome.max_staleness <= 2
+        found = np.array(simulation.delivered)
+        assert found.shape[1:] == (4, 4) and abs(found - 100).max() <= 5, "a token at most is lost at each death"
+    assert steps["in_flight"] < 0.7 * steps["pinned"], steps
 
 
 def test_timeline_holds_all_that_was_done() -> None:

@@ -61,19 +61,21 @@ class KeptEngine(EngineProcess):
             self._num_calls += method != OF_ONE
         return getattr(self, method)(*arguments)
 
-    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> None:
-        super().start(spec, tensor_rank, point)
+    def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
+        num_slots = super().start(spec, tensor_rank, point)
         self._started_as = digest(spec)
+        return num_slots
 
     def accept(self) -> None:
         self._digest = self._started_as
 
-    def rest(self) -> None:
-        """Drop all work, of a trainer that is gone; environments of its episodes are closed."""
+    def rest(self) -> int | None:
+        """Drop all work, of a trainer that is gone; environments of its episodes are closed. Returns as ``start``."""
         self._tickets.clear()
         if isinstance(self._sampler, EpisodeSampler):
             self._sampler = self._sampler.anew()
         self.engine.abandon()
+        return self.engine.num_slots
 
 
 def digest(spec: EngineSpec) -> str:

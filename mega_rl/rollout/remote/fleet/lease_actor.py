@@ -93,6 +93,13 @@ class LeaseActor:
         self.hear(token)
         self._groups[engine], self._actors[engine] = kept
 
+    def renumber(self, token: str, moved: Mapping[int, int]) -> None:
+        """Engines, by the number that they had, have numbers from now on that no engine has."""
+        self.hear(token)
+        for old, new in moved.items():
+            if old in self._actors:  # else the trainer has told this actor of them by their new numbers
+                self._groups[new], self._actors[new] = self._groups.pop(old), self._actors.pop(old)
+
     def free(self, token: str, engine: int) -> None:
         """End an engine and give its place back."""
         self.hear(token)

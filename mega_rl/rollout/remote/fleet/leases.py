@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,13 @@ def keeping(output_dir: Path, lease_s: float) -> EngineLease | None:
         path.write_text(secrets.token_hex(16))
     name = f"{path.read_text()} {output_dir.resolve()}"  # a copy of the directory is another run
     return EngineLease(f"mega_rl_{hashlib.sha256(name.encode()).hexdigest()[:16]}", lease_s)
+
+
+def numbered(engines: Collection[int], num_engines: int) -> dict[int, int]:
+    """The number of each engine that a run of so many goes on with: its own where the run has that, else a free one."""
+    kept = {engine: engine for engine in engines if engine < num_engines}
+    free = [number for number in range(num_engines) if number not in kept]
+    return kept | dict(zip(sorted(engine for engine in engines if engine >= num_engines), free, strict=False))
 
 
 class Guarded:
@@ -98,13 +105,17 @@ class LeasedPlaces(Places):
         self._keeper, found = self._attached()
         self._is_closing = threading.Event()
         threading.Thread(target=self._beat, name="lease of the engines", daemon=True).start()
-        self._survivors = self._proved({e: kept for e, kept in found.items() if e < num_engines}, digest(spec))
+        proved = self._proved(found, digest(spec))
+        numbers = numbered(proved, num_engines)
+        self._survivors = {number: proved[engine] for engine, number in numbers.items()}
         self.num_survivors = len(self._survivors)
-        self._noted = {engine: found[engine] for engine in self._survivors}
+        self._noted = {number: found[engine] for engine, number in numbers.items()}
         self._groups = {engine: kept.group for engine, kept in self._noted.items()}
         try:
-            for engine in found.keys() - self._survivors.keys():
+            for engine in found.keys() - numbers.keys():
                 self._ask("free", engine)
+            if moved := {engine: number for engine, number in numbers.items() if engine != number}:
+                self._ask("renumber", moved)
             for engine in range(num_engines):
                 if engine not in self._groups:
                     wait_for_room(ray, self._reserve(engine), size, bundle(options))

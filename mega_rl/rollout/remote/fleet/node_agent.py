@@ -63,9 +63,9 @@ class NodeAgent:
         """Of processes of this node, by their numbers and those of their files; None of one that is gone."""
         return [read_pulse(*place) for place in places]
 
-    def chunk(self, worker: int, version: int, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Bytes of a version's slot."""
-        found: npt.NDArray[np.uint8] = self._store.slot(worker, version)[start:stop].numpy()
+    def chunk(self, worker: int, slot: int | None, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Bytes of a slot, or of what no version changes."""
+        found: npt.NDArray[np.uint8] = self._store.memory(worker, slot)[start:stop].numpy()
         return found
 
     def fetch(self, version: int, source: Any, there: Location) -> Location:
@@ -85,19 +85,20 @@ class NodeAgent:
         import ray
 
         asked: list[tuple[torch.Tensor, Any]] = []
-        for worker, start, stop in self._chunks():
-            here = self._store.slot(worker, version)[start:stop]
-            asked.append((here, source.chunk.remote(worker, version, start, stop)))
+        for worker, slot, start, stop in self._chunks(version):
+            here = self._store.memory(worker, slot)[start:stop]
+            asked.append((here, source.chunk.remote(worker, slot, start, stop)))
             if len(asked) > NUM_AHEAD:
                 _write(ray, *asked.pop(0))
         for pair in asked:
             _write(ray, *pair)
-        return self._store.location
+        return self._store.location_of(version)
 
-    def _chunks(self) -> Iterator[tuple[int, int, int]]:
-        for worker, size in enumerate(self._store.form.slot_bytes):
-            for start in range(0, size, CHUNK_BYTES):
-                yield worker, start, min(start + CHUNK_BYTES, size)
+    def _chunks(self, version: int) -> Iterator[tuple[int, int | None, int, int]]:
+        for worker, plan in enumerate(self._store.form.plans):
+            for part, slot in ((plan.fixed, None), (plan.slot, self._store.form.slot(version))):
+                for start in range(0, part.num_bytes, CHUNK_BYTES):
+                    yield worker, slot, start, min(start + CHUNK_BYTES, part.num_bytes)
 
 
 def _write(ray: Any, here: torch.Tensor, answer: Any) -> None:

@@ -84,7 +84,7 @@ class Nodes:
             failed: such a reference that failed: the version is copied anew, unless another engine had that done.
         """
         if node == self._own:
-            return self._store.location
+            return self._store.location_of(version)
         for old in [old for old in self._fetched if self.form.is_over(old, version)]:
             del self._fetched[old]
         there = self._fetched[version]

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,8 @@ from mega_rl.fleet.events import (
     Started,
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
-from mega_rl.rollout.remote.engine_process import WorkerPlace
+from mega_rl.rollout.engine_checks import FleetChecks
+from mega_rl.rollout.remote.engine_process import LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
@@ -44,13 +46,27 @@ from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 
 LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
+MANY_WORKERS = 256  # of a fleet; with so many times more an engine makes so many times more steps between two words
 NUM_AHEAD = 2  # calls to sample on that an engine has at a time, so that it need not wait for the next
 RETRY_S = 30.0  # between an engine without a place and the next try: restarts are few, and Ray may be back soon
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
 
 
-def _said(event: Event, _: list[Any]) -> list[Event]:
-    return [event]
+@dataclass(frozen=True)
+class Work:
+    """What engines are asked, all of it in the scheduler's thread."""
+
+    requests: Requests
+    checks: FleetChecks
+    picture_set: PictureSet | None = None  # has the pictures of prompts, whose encoded bytes go with the requests
+
+
+def _started(decision: Start, slots: list[int | None]) -> list[Event]:
+    return [Started(*decision, slots[0])]
+
+
+def _accepted(decision: Start, life: Life, _: list[Any]) -> list[Event]:
+    return [Started(*decision, life.num_slots)]
 
 
 class RayExecutor:
@@ -58,35 +74,36 @@ class RayExecutor:
 
     def __init__(
         self,
-        checks: LoadChecks,
+        loads: LoadChecks,
         num_engines: int,
-        requests: Requests,
+        work: Work,
         store: Store,
         stored: Mapping[int, StoredVersion],
         kept_by: EngineLease | None = None,
-        picture_set: PictureSet | None = None,
     ) -> None:
         """Find room for the engines; none is started.
 
         Args:
-            checks: what engines are started with, and which may serve.
+            loads: what engines are started with, and which may serve.
             store: of this node.
             stored: what is in it, by version; a version is there before a ``Load`` names it, and may be gone when it
                 has come to the engine's node.
             kept_by: for engines that outlive this process; None: they end with it.
-            picture_set: has the pictures of prompts, whose encoded bytes go with the requests; None: there are none.
 
         Raises:
             InputError: there is no Ray, or no room in its cluster.
         """
-        spec = checks.spec
-        self._checks, self._requests, self._stored, self._picture_set = checks, requests, stored, picture_set
+        spec = loads.spec
+        self._loads, self._work, self._stored = loads, work, stored
         # What an engine has of a response is asked for where another one may go on with it: an environment cannot be
         # moved, and a string that ends a response may begin in what one engine has and end in what the next adds.
         self._tells = spec.rollout.mode == "in_flight" and spec.episodes is None and not spec.rollout.stop
         size = spec.rollout.tensor_parallel_size
         self._ray, self._logs = connected_ray(num_engines * size)
         options = platform.current().actor_options
+        # Each call to a worker costs this process 0.1 ms or more. Episodes may wait for tools in each step.
+        is_large = spec.episodes is None and num_engines * size > MANY_WORKERS
+        self._max_steps = MAX_STEPS * num_engines * size // MANY_WORKERS if is_large else MAX_STEPS
         self._lives: dict[int, Life] = {}
         self._calls = Calls(self._ray)
         self._to_ask: dict[int, Life] = {}  # engines that may have to be told to sample on
@@ -131,7 +148,8 @@ class RayExecutor:
     def events(self, wait_s: float) -> list[Event]:
         """
         Raises:
-            InputError: an engine refuses its configuration, or Ray is gone.
+            InputError: an engine refuses its configuration or fails a check, or Ray is gone.
+            GateFailure: an engine fails a check.
         """
         self._nodes.check_own()
         for engine, (due_s, died) in list(self._placeless.items()):
@@ -203,22 +221,23 @@ class RayExecutor:
             died = Died(engine, decision.life, f"it has no place: {error}")
             self._placeless[engine] = time.monotonic() + RETRY_S, died
             return
-        life = self._lives[engine] = Life(engine, decision.life, workers)
+        life = self._lives[engine] = self._new_life(decision, workers)
         self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
-        self._calls.ask(life, "starting", "kind", self._checks.spec, then=partial(self._has_kind, decision, life))
+        self._calls.ask(life, "starting", "kind", self._loads.spec, then=partial(self._has_kind, decision, life))
 
     def _has_kind(self, decision: Start, life: Life, found: list[str]) -> list[Event]:
-        spec = self._checks.spec_of(decision, " and ".join(dict.fromkeys(found)))
+        spec = self._loads.spec_of(decision, " and ".join(dict.fromkeys(found)))
         point = life.workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(life.workers)]
-        self._calls.wait(life, "starting", starts, partial(self._has_started, decision, life))
+        attached = [worker.attach.remote(self._nodes.form) for worker in life.workers]
+        self._calls.wait(life, "starting", [*starts, *attached], partial(self._has_started, decision, life))
         return []
 
-    def _has_started(self, decision: Start, life: Life, _: list[Any]) -> list[Event]:
-        form = self._nodes.form
-        questions = self._checks.questions(decision, form.workers, form.dtype)
+    def _has_started(self, decision: Start, life: Life, slots: list[int | None]) -> list[Event]:
+        life.num_slots, form = slots[0], self._nodes.form
+        questions = self._loads.questions(decision, form.workers, form.dtype)
         if questions is None:
-            self._accept(self._checks.started(decision))
+            self._accept(self._loads.started(decision))
             self._replace_loader()
             return []
         pairs = zip(life.workers, questions, strict=True)
@@ -227,17 +246,21 @@ class RayExecutor:
         return []
 
     def _has_shown(self, decision: Start, found: list[str | Difference]) -> list[Event]:
-        self._accept(self._checks.compared(decision, found))
+        self._accept(self._loads.compared(decision, found))
         return []
 
     def _accept(self, starts: Sequence[Start]) -> None:
         for start in starts:
-            self._calls.ask(self._lives[start.engine], "starting", "accept", then=partial(_said, Started(*start)))
+            life = self._lives[start.engine]
+            self._calls.ask(life, "starting", "accept", then=partial(_accepted, start, life))
 
     def _replace_loader(self) -> None:
         """Where the engine that was to show what its kind loads has ended, one that waits for it begins anew."""
-        for waiting in self._checks.abandoned():
+        for waiting in self._loads.abandoned():
             self._begin_anew(waiting)
+
+    def _new_life(self, decision: Start, workers: list[Any]) -> Life:
+        return Life(decision.engine, decision.life, workers, checks=self._work.checks.of_life(decision.engine))
 
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
@@ -246,11 +269,12 @@ class RayExecutor:
         It has said that it is there, but in a thread beside the one that works, which may be stuck.
         """
         engine = decision.engine
-        life = self._lives[engine] = Life(engine, decision.life, survivor.workers)
+        life = self._lives[engine] = self._new_life(decision, survivor.workers)
         self._said += self._is_placed(engine, life, survivor.whereabouts)
         rests = [worker.rest.remote() for worker in survivor.workers]
-        doing, begins = "dropping its old work", Started(engine, decision.life)
-        self._calls.wait(life, doing, rests, lambda _: [begins], partial(self._begin_anew, decision), REST_S)
+        rests += [worker.attach.remote(self._nodes.form) for worker in survivor.workers]
+        then, instead = partial(_started, decision), partial(self._begin_anew, decision)
+        self._calls.wait(life, "dropping its old work", rests, then, instead, REST_S)
 
     def _begin_anew(self, decision: Start) -> list[Event]:
         self._kill(decision.engine)
@@ -272,7 +296,7 @@ class RayExecutor:
         self._places.check()
         life = self._lives.pop(engine)
         self._calls.drop(life)
-        self._checks.left(Start(engine, life.number))
+        self._loads.left(Start(engine, life.number))
         if life.processes:
             self._nodes.kill(life.node, life.processes)
         if life.loading is not None:
@@ -298,24 +322,25 @@ class RayExecutor:
         stored = self._stored.get(decision.version)  # which the loop's thread changes
         if stored is None:
             return self._missed(decision)
-        arguments = self._nodes.form, *found, stored
         life = self._lives[decision.engine]
-        self._calls.ask(life, "loading weights", "load", *arguments, then=partial(self._is_loaded, decision))
+        life.is_held = bool(life.checks.questions(self._work.checks.held(decision.version)))
+        loads = [worker.load.remote(*found, stored.of(rank)) for rank, worker in enumerate(life.workers)]
+        self._calls.wait(life, "loading weights", loads, partial(self._has_loaded, decision, life))
         return []
 
-    def _missed(self, decision: Load) -> list[Event]:
+    def _missed(self, decision: Load, is_torn: bool = False) -> list[Event]:
         self._lives[decision.engine].loading = None
-        return [Missed(*decision)]
+        return [Missed(*decision, is_torn)]
 
     def _issue(self, decision: Issue, life: Life) -> None:
-        requests = self._requests(decision.key, decision.samples)
+        requests, picture_set = self._work.requests(decision.key, decision.samples), self._work.picture_set
         if self._tells and decision.key.step >= 0:  # a validation is pinned
             requests = life.partial.begin(decision, requests, time.monotonic())
+            pairs = zip(decision.samples, decision.prefixes, strict=True)
+            life.continued |= {(decision.attempt, sample) for sample, prefix in pairs if prefix is not None}
         life.load += len(requests)
         self._to_ask[decision.engine] = life
-        shown = (
-            self._picture_set.encoded(request.prompt for request in requests) if self._picture_set is not None else {}
-        )
+        shown = {} if picture_set is None else picture_set.encoded(request.prompt for request in requests)
         pictures = [self._ray.put(shown)] if shown else []
         self._calls.ask(life, "taking requests", "issue", decision.attempt, decision.samples, requests, *pictures)
 
@@ -323,28 +348,50 @@ class RayExecutor:
 
     def _ask(self, engine: int, life: Life) -> None:
         """Have an engine with work sample on."""
-        while life.load and life.num_sampling < NUM_AHEAD:
+        while life.load and not life.is_torn and not life.is_held and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
-            self._calls.ask(life, "sampling", "proceed", MAX_STEPS, then=partial(self._has_sampled, engine, life))
+            self._calls.ask(life, "sampling", "proceed", self._max_steps, then=partial(self._has_sampled, engine, life))
         if life.partial.is_due(time.monotonic()):
             life.partial.ask(time.monotonic())
             then = partial(self._has_grown, engine, life)
             self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
 
-    def _is_loaded(self, decision: Load, _: list[Any]) -> list[Event]:
-        self._lives[decision.engine].loading = None
+    def _has_loaded(self, decision: Load, life: Life, answers: list[LoadResult]) -> list[Event]:
+        """Ask the engine what it must show of its weights, before it is told to have them or samples with them."""
+        result, held = min(answers), self._work.checks.held(decision.version)
+        life.is_torn = result is LoadResult.TORN or (life.is_torn and result is LoadResult.MISSED)
+        if result is not LoadResult.WHOLE:
+            life.is_held = False
+            return self._missed(decision, life.is_torn)
+        if not (questions := life.checks.questions(held)):
+            return self._serves(decision, life)
+        asked = [worker.first_logprobs.remote(*question) for question in questions for worker in life.workers]
+
+        def heard(answers: list[Any]) -> list[Event]:
+            of_engine = [answer for (answer,) in answers[:: len(life.workers)]]
+            life.checks.hear(held, dict(zip(questions, of_engine, strict=True)))
+            return self._serves(decision, life)
+
+        self._calls.wait(life, "answering what it is asked of its weights", asked, heard)
+        return []
+
+    def _serves(self, decision: Load, life: Life) -> list[Event]:
+        life.loading, life.is_held = None, False
+        self._to_ask[decision.engine] = life
         return [Loaded(*decision)]
 
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         life.num_sampling -= 1
         life.load -= len(answers[0])
         self._to_ask[engine] = life
-        for attempt, sample, _ in answers[0]:
+        said: list[Event] = []
+        for attempt, sample, trajectory in answers[0]:
             life.partial.end(attempt, sample)
-        return [
-            Answered(engine, life.number, attempt, sample, trajectory.spans[0].version, trajectory)
-            for attempt, sample, trajectory in answers[0]
-        ]
+            is_own = (attempt, sample) not in life.continued
+            life.continued.discard((attempt, sample))
+            named = replace(trajectory, engine=engine) if is_own else trajectory
+            said.append(Answered(engine, life.number, attempt, sample, named.spans[0].version, named))
+        return said
 
     def _has_grown(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         return [*life.partial.grow(engine, life.number, answers[0])]

@@ -7,17 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from mega_rl import platform
-from mega_rl.bridge.reshard.deposit import Deposit, Digest, HashedWrite, summed
+from mega_rl.bridge.reshard.deposit import Deposit, Digest, HashedWrite
 from mega_rl.bridge.reshard.execute import Read, Transfer, TransferCount, Write, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
-from mega_rl.bridge.series import Series, having
+from mega_rl.bridge.series import Series, having, with_neighbours
 from mega_rl.fleet.tickets import held_out
-from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
-from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
+from mega_rl.parallel.collectives import broadcast_object, is_first, together
+from mega_rl.parallel.sending import collect_to_first
+from mega_rl.rollout.remote.weight_store import Hashes, Store, StoredVersion, StoreForm
 from mega_rl.rollout.sinks import SentWeights
 
 SEPARATOR = "/"  # between the number of a worker and the name of its parameter
@@ -63,11 +66,15 @@ class StoreSink:
         self._weights, self._version = weights, 0
         world = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._num_here = num_here or min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        here = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))  # other nodes may have more or fewer
+        self._num_here = num_here or broadcast_object(here)
         self._world = world
         series = tuple(tuple(weights.worker_layout(engine_size, worker)) for worker in range(engine_size))
+        names, changing = weights.changing, None
+        if names is not None:
+            changing = tuple(tuple(with_neighbours(one, having(one, names))) for one in series)
         salt = broadcast_object(int.from_bytes(os.urandom(7), "big"))
-        self.form = StoreForm(series, weights.dtype, num_slots, salt, has_validation)
+        self.form = StoreForm(series, weights.dtype, num_slots, salt, has_validation, changing)
         self._store: Store | None = None
         with together("taking the memory of the weight store"):
             if is_first():
@@ -78,9 +85,8 @@ class StoreSink:
                 self._store = self._store or Store(self.form, location)
         self._whole: StorePart | None = None
         self._changing: StorePart | None = None  # what can differ from one update to the next
-        self._filled: set[int] = set()  # slots that hold every tensor of some version
-        # by worker, of the newest version and of the newest validation; on rank 0 only
-        self._digests: list[list[Digest]] = [[{} for _ in series] for _ in range(2)]
+        self._num_updates = 0
+        self._hashes: list[tuple[Hashes, Hashes]] = []  # by worker, of what no version changes, and of the newest slot
         self.stored: dict[int, StoredVersion] = {}  # by number of the weights, what engines may ask for; on rank 0 only
 
     @property
@@ -97,27 +103,28 @@ class StoreSink:
 
     def connect(self, sources: Layout) -> None:
         """Plan every update; no engine takes part."""
-        wanted = [[_of_worker(one, worker) for one in series] for worker, series in enumerate(self.form.workers)]
-        self._whole = self._changing = self._plan(sources, wanted)
-        if (names := self._weights.changing) is not None:
-            self._changing = self._plan(sources, [having(series, names) for series in wanted])
+        self._whole = self._changing = self._plan(sources, self.form.workers)
+        if self.form.changing is not None:
+            self._changing = self._plan(sources, self.form.changing)
 
     def update(self, read: Read, version: int, is_validation: bool = False) -> TransferCount:
         """Write a version over the oldest one, or a validation's over the last: nobody may ask for that any more."""
         assert self._whole is not None and self._changing is not None, "an update before connect"
         number = held_out(version) if is_validation else version
-        slot = self.form.slot(number)
-        part = self._changing if slot in self._filled else self._whole
+        part = self._changing if self._num_updates else self._whole
+        self._num_updates += 1
         for old in [old for old in self.stored if self.form.is_over(old, number)]:
             del self.stored[old]
+        if self._store is not None:  # whoever still reads what was there can see that it is over
+            self._store.stamp(self.form.slot(number), 2 * self._num_updates - 1)
         write = HashedWrite(write_into(self._memory(number)), self.form.salt)
         with torch.no_grad(), nullcontext() if part.is_collective else together("writing into the weight store"):
             window = part.move(read, write)
-        parts = gather_objects(write.digest())
-        self._filled.add(slot)
+        found = None if self._store is None else self._found(write.digest())
+        parts = collect_to_first(found, range(self._num_here))
         self._version = version
         if is_first():
-            self._publish(number, summed(parts))
+            self._publish(number, parts)
         return window
 
     def begin_sampling(self) -> None:
@@ -126,12 +133,30 @@ class StoreSink:
     def make_room(self) -> None:
         """Do nothing: the engines have devices of their own."""
 
-    def _publish(self, number: int, found: Digest) -> None:
-        digests = self._digests[number < 0]
-        for (name, hf_name), value in found.items():
+    def _found(self, digest: Digest) -> list[tuple[npt.NDArray[np.int32], Hashes]]:
+        """What this rank has written: by worker and part, the numbers of tensors there and their hashes."""
+        plans = self.form.plans
+        numbers: list[list[int]] = [[] for _ in range(2 * len(plans))]
+        values: list[list[int]] = [[] for _ in numbers]
+        for (name, hf_name), value in digest.items():
             worker, local_name = name.split(SEPARATOR)
-            digests[int(worker)][local_name, hf_name] = value
-        self.stored[number] = StoredVersion(number, [dict(digest) for digest in digests])
+            parts = plans[int(worker)].parts
+            key, is_in_slot = (local_name, hf_name), local_name in parts[1].places
+            numbers[2 * int(worker) + is_in_slot].append(parts[is_in_slot].numbers[key])
+            values[2 * int(worker) + is_in_slot].append(value)
+        pairs = zip(numbers, values, strict=True)
+        return [(np.array(number, np.int32), np.array(value, np.uint64)) for number, value in pairs]
+
+    def _publish(self, number: int, found: Sequence[Sequence[tuple[npt.NDArray[np.int32], Hashes]]]) -> None:
+        """``found``: by rank of this node, as ``_found``."""
+        assert self._store is not None, "rank 0 has the store"
+        anew = [tuple(np.zeros(len(part.numbers), np.uint64) for part in plan.parts) for plan in self.form.plans]
+        for of_rank in found:
+            for index, (numbers, values) in enumerate(of_rank):
+                np.add.at(anew[index // 2][index % 2], numbers, values)
+        fixed = [of_parts[0] for of_parts in (anew if self._num_updates == 1 else self._hashes)]
+        self._hashes = list(zip(fixed, (of_parts[1] for of_parts in anew), strict=True))
+        self.stored[number] = self._store.seal(number, 2 * self._num_updates, self._hashes)
 
     def _memory(self, number: int) -> dict[str, torch.Tensor]:
         """The slot of these weights, by the names of ``_of_worker``; nothing on a rank without a store."""
@@ -144,7 +169,8 @@ class StoreSink:
             for name, tensor in named.items()
         }
 
-    def _plan(self, sources: Layout, wanted: Sequence[Sequence[Series]]) -> StorePart:
+    def _plan(self, sources: Layout, of_workers: Sequence[Sequence[Series]]) -> StorePart:
+        wanted = [[_of_worker(one, worker) for one in series] for worker, series in enumerate(of_workers)]
         dtype = self._weights.dtype
         if self._num_here == self._world:
             everything = [series for of_worker in wanted for series in of_worker]

@@ -78,16 +78,22 @@ def preserved_generators(device_type: str) -> Iterator[None]:
 
 
 class EngineGenerators:
-    """Global random generators of the engine's own, in a process that it shares with the trainer.
+    """The global random generators of a process that the engine shares with the trainer, which finds them unchanged.
+
+    Where every request brings its seed, vLLM draws from torch's generators all the same, and throws away what it draws:
+    these are read once when the first response begins and put back when none is under way any more. It draws from
+    python's and numpy's for requests without a seed only, of which there are none, so environments that answer
+    meanwhile keep what they draw from those.
 
     Args:
-        is_seeded: ``seed`` is heard (``rollout.seeds=engine``). Otherwise every request brings its seed, and what the
-            engine finds in the generators does not matter.
+        is_seeded: ``seed`` is heard (``rollout.seeds=engine``), and every use of the engine goes on with generators of
+            its own, all of them.
     """
 
     def __init__(self, device_type: str, is_seeded: bool) -> None:
         self._device_type, self._is_seeded = device_type, is_seeded
         self._state: _State | None = None
+        self._lent: _TorchState | None = None  # what torch's generators were when the engine began; None: it is idle
 
     def seed(self, seed: int) -> None:
         """From here on draw what follows from ``seed``, in [0, 2**63)."""
@@ -100,7 +106,12 @@ class EngineGenerators:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """The engine draws, and the trainer finds its generators unchanged."""
+        """The engine draws; once nothing is under way, ``give_back`` has to follow."""
+        if not self._is_seeded:
+            if self._lent is None:
+                self._lent = _torch_generators(self._device_type)
+            yield
+            return
         with preserved_generators(self._device_type):
             if self._state is not None:
                 _set_generators(self._device_type, self._state)
@@ -108,20 +119,36 @@ class EngineGenerators:
             if self._state is not None:
                 self._state = _generators(self._device_type)
 
+    def give_back(self) -> None:
+        """Put back what was lent; nothing if nothing was."""
+        if self._lent is not None:
+            _set_torch_generators(self._device_type, self._lent)
+        self._lent = None
 
-_State = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
+
+_TorchState = tuple[torch.Tensor, torch.Tensor | None]  # on the host, on the device
+_State = tuple[Any, Any, _TorchState]
 
 
 def _generators(device_type: str) -> _State:
-    device = None if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), device
+    return random.getstate(), np.random.get_state(), _torch_generators(device_type)
 
 
 def _set_generators(device_type: str, state: _State) -> None:
-    python_state, numpy_state, torch_state, device_state = state
+    python_state, numpy_state, torch_state = state
     random.setstate(python_state)
     np.random.set_state(numpy_state)
-    torch.set_rng_state(torch_state)
+    _set_torch_generators(device_type, torch_state)
+
+
+def _torch_generators(device_type: str) -> _TorchState:
+    device = None if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
+    return torch.get_rng_state(), device
+
+
+def _set_torch_generators(device_type: str, state: _TorchState) -> None:
+    host_state, device_state = state
+    torch.set_rng_state(host_state)
     if device_state is not None:
         torch.get_device_module(device_type).set_rng_state(device_state)
 

@@ -5,6 +5,8 @@ Started by ``test_weight_store.py``. Every rank prints one line ``CHECK <name> <
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -12,14 +14,14 @@ from mega_rl import platform
 from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_series
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.series import slices_of
-from mega_rl.bridge.slices import Box, indices
+from mega_rl.bridge.slices import Box, indices, num_elements
 from mega_rl.errors import InputError
 from mega_rl.fleet.tickets import held_out
 from mega_rl.models.shape import parse_config
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.rollout.remote import weight_store
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink
-from mega_rl.rollout.remote.weight_store import Store, take
+from mega_rl.rollout.remote.weight_store import RewrittenError, Store, StoredVersion, take
 from mega_rl.rollout.sinks import SentWeights
 from tests.distributed.rollout.remote.run_remote_engines import place
 from tests.distributed.rollout.rollout_checks import check
@@ -27,12 +29,13 @@ from tests.models.families import FILES
 
 SHAPE = parse_config(FILES.config("qwen3"), "qwen3")
 CHANGING = frozenset({"model.layers.1.self_attn.q_proj.weight"})
+QKV = "model.layers.1.self_attn.qkv_proj."
 
 
 class World:
     """The ranks' shards, and a store for engines of so many workers."""
 
-    def __init__(self, engine_size: int, num_here: int, changing: frozenset[str] | None = None) -> None:
+    def __init__(self, engine_size: int, num_here: int | None, changing: frozenset[str] | None = None) -> None:
         self.rank = dist.get_rank()
         layers = range(SHAPE.num_layers)
         self.sources = [megatron_series(SHAPE, ModelChunk(layers, Shard(rank, 2))) for rank in range(2)]
@@ -56,7 +59,8 @@ class World:
 
     def live(self, worker: int) -> dict[str, torch.Tensor]:
         """Parameters of an engine's worker, with rows of padding and rubbish in them."""
-        sizes = {name: list(found.size) for name, found in self.sink.form.places[worker].items()}
+        places = [part.places for part in self.sink.form.plan(worker).parts]
+        sizes = {name: list(found.size) for of_part in places for name, found in of_part.items()}
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             sizes[name][0] += 15
         return {name: torch.full(size, 7.0) for name, size in sizes.items()}
@@ -85,8 +89,8 @@ def versions_arrive(engine_size: int, num_here: int) -> None:
         full = world.full(held_out(version) if version < 0 else version)
         for worker in range(engine_size):
             live = world.live(worker)
-            take(store, worker, stored[version], live)
-            for piece in world.sink.form.slices[worker]:
+            take(store, worker, store.form.slot(version), stored[version].of(worker), live)
+            for piece in slices_of(world.sink.form.workers[worker]):
                 ours = full[piece.hf_name][indices(piece.hf_box)]
                 assert torch.equal(live[piece.local_name][indices(piece.local_box)], ours), piece
     dist.barrier()
@@ -103,16 +107,23 @@ def every_byte_is_written_once() -> None:
 
 
 def only_what_changes_is_written(num_here: int) -> None:
-    """Once a slot holds everything; the digest is of everything."""
+    """Once everything is there; a part that shares a parameter with what changes is written too."""
     world = World(1, num_here, CHANGING)
     moved = []
     for version in range(4):
         world.put(version)
         moved.append(sum(part.bytes_local + part.bytes_sent for part in gather_objects(world.transfer_count)))
-    assert moved[0] == moved[1] > moved[2] == moved[3] > 0, moved
+    changing = [s for s in slices_of(world.sink.form.workers[0]) if ".qkv_proj." in s.local_name]
+    num_changing = 4 * sum(num_elements(piece.hf_box) for piece in changing)
+    assert moved[0] > moved[1] == moved[2] == moved[3] == num_changing, (moved, num_changing)
     if world.rank == 0:
-        for version in (2, 3):
-            take(world.sink.store, 0, world.sink.stored[version], world.live(0))
+        store = world.sink.store
+        assert len(store.form.plan(0).slot.places) == SHAPE.num_layers, "q's series is of all layers"
+        live = world.live(0)
+        first = take(store, 0, store.form.slot(2), world.sink.stored[2].of(0), live)
+        assert first == moved[0] and live[f"{QKV}weight"].equal(store.parameters(0, 2)[f"{QKV}weight"])
+        then = take(store, 0, store.form.slot(3), world.sink.stored[3].of(0), live, has_fixed=True)
+        assert then == num_changing and live[f"{QKV}weight"].equal(store.parameters(0, 3)[f"{QKV}weight"])
 
 
 def other_bytes_are_refused() -> None:
@@ -133,13 +144,12 @@ def other_bytes_are_refused() -> None:
     world.put(2)
     if world.rank == 0:
         assert sorted(world.sink.stored) == [2]
-        words = refusal(RuntimeError, store, old[0], world.live(0))
-        assert "than version 0" in words, words
+        refusal(RewrittenError, store, old[0], world.live(0))
 
 
-def refusal(kind: type[Exception], *arguments: object) -> str:
+def refusal(kind: type[Exception], store: Store, stored: StoredVersion, live: dict[str, torch.Tensor]) -> str:
     try:
-        take(arguments[0], 0, *arguments[1:])  # type: ignore[arg-type]
+        take(store, 0, store.form.slot(stored.version), stored.of(0), live)
     except kind as error:
         return str(error)
     raise AssertionError("taken")
@@ -158,6 +168,20 @@ def host_without_room_is_refused() -> None:
         weight_store.available_bytes = available
 
 
+def nodes_of_several_sizes() -> None:
+    """Rank 1 has a neighbour on a node of its own: where the store is says rank 0's launcher."""
+    given = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + dist.get_rank())
+    try:
+        world = World(2, None)
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = given
+    assert (world.sink.store is not None) == (world.rank == 0), "a store of another node is none of ours"
+    world.put(0)
+    sent = gather_objects(world.transfer_count.bytes_sent)
+    assert sent[0] == 0 < sent[1], sent
+
+
 def main() -> None:
     platform.select("cpu")
     dist.init_process_group("gloo")
@@ -166,7 +190,8 @@ def main() -> None:
             check(f"versions_arrive_{engine_size}_{num_here}", versions_arrive, engine_size, num_here)
     for num_here in (2, 1):
         check(f"only_what_changes_is_written_{num_here}", only_what_changes_is_written, num_here)
-    for body in (every_byte_is_written_once, other_bytes_are_refused, host_without_room_is_refused):
+    bodies = (every_byte_is_written_once, other_bytes_are_refused, host_without_room_is_refused, nodes_of_several_sizes)
+    for body in bodies:
         check(body.__name__, body)
     dist.barrier()
     dist.destroy_process_group()

@@ -27,7 +27,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(size=lambda: 1)
     monkeypatch.setattr(balance.parallel_state, "get_tensor_and_context_parallel_group", lambda: group)
     monkeypatch.setattr(balance.dist, "all_reduce", lambda tensor: None)
-    monkeypatch.setattr(balance, "gather_objects", lambda value: [value, (1, 100)])
+    monkeypatch.setattr(
+        balance, "summed", lambda own: [number + other for number, other in zip(own, (1, 100), strict=True)]
+    )
 
 
 def microbatch(*lengths: int) -> Microbatch:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,23 @@ def test_no_copy_that_is_not_whole_is_kept(name: str) -> None:
             copy_server.send(stream, put(0, 3, bytes(1 << 20)), bytes(1 << 19))  # and no more
         copies = ask(connection, {"do": "list"})[0]["copies"]
         assert [(copy["rank"], copy["step"]) for copy in copies] == [(0, 1)]
+
+
+def test_the_ranks_of_a_node_are_hashed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each put waits for the hash of the other, so under one lock neither would end."""
+    server, both, digest_of = copy_server.CopyServer(), threading.Barrier(2), copy_server.digest_of
+    puts = [put(rank, 1, b"state") for rank in (0, 1)]
+
+    def met(content: bytes) -> str:
+        both.wait(LIMIT_S)
+        return digest_of(content)
+
+    monkeypatch.setattr(copy_server, "digest_of", met)
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(lambda message: server._answer(message, bytearray(b"state")), puts))
+    assert answers == [({"is_kept": True}, b"")] * 2
+    listed, _ = server._answer({"do": "list"}, bytearray())
+    assert sorted(kept["rank"] for kept in listed["copies"]) == [0, 1]
 
 
 def test_it_ends_with_torchrun_and_its_name_is_free(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -255,3 +256,58 @@ def test_only_time_in_which_the_thread_had_turns_counts_for_the_limits_of_engine
         passed[0] = 1000.0  # what is ended from now on is of the end
     late = [why for why in whys if "20 s were not enough for it to go on" in why]
     assert len(late) == len(whys) and bool(late) == is_thread_awake, whys
+
+
+class Tail(PretendedExecutor):
+    """Engines that hold every answer back and say how far they are; 0.05 s pass whenever they are asked."""
+
+    def __init__(self, requests: Requests, until_s: float, steps_until_s: float = math.inf) -> None:
+        """``until_s``: answers come then; ``steps_until_s``: until then engines make steps."""
+        super().__init__(requests, lambda v: v, True)
+        self.until_s, self.steps_until_s = until_s, steps_until_s
+        self.now_s = 0.0
+        self._held: list[events.Event] = []
+        self._num_steps = 0
+
+    def events(self, wait_s: float) -> list[events.Event]:
+        self.now_s += 0.05
+        self._num_steps += self.now_s < self.steps_until_s
+        said = super().events(0.0)
+        self._held += [event for event in said if isinstance(event, events.Answered)]
+        others = [event for event in said if not isinstance(event, events.Answered)]
+        if self.now_s >= self.until_s:
+            self._held, others = [], [*others, *self._held]
+        return [*others, *(events.Pulsed(name, engine.life, self._num_steps) for name, engine in self._engines.items())]
+
+
+def tail(monkeypatch: pytest.MonkeyPatch, limits: EngineLimits, limit_s: float, **times: float) -> Tail:
+    """One step of a fleet of such engines, whose time is that of the thread."""
+    made: list[Tail] = []
+    clock = SimpleNamespace(monotonic=lambda: made[0].now_s if made else 0.0)
+    monkeypatch.setattr(scheduler_thread, "time", clock)
+    monkeypatch.setattr(scheduler_thread, "TICK_S", 0.01)
+
+    def executor(requests: Requests) -> Tail:
+        made.append(Tail(requests, **times))
+        return made[0]
+
+    with running(engines=1, executor=executor, limits=limits, limit_s=limit_s) as (thread, _):
+        assert thread.take(0).kept
+    return made[0]
+
+
+def test_a_response_may_last_five_times_every_limit_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = EngineLimits(progress_s=20.0, start_s=20.0, load_s=20.0, restarts=0)
+    assert tail(monkeypatch, limits, limit_s=40.0, until_s=200.0).now_s >= 200.0
+
+
+def test_a_response_that_does_not_grow_ends_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = EngineLimits(progress_s=20.0, start_s=20.0, load_s=20.0, restarts=0)
+    with pytest.raises(InputError, match="20 s were not enough for it to go on with"):
+        tail(monkeypatch, limits, limit_s=40.0, until_s=200.0, steps_until_s=100.0)
+
+
+def test_pulses_without_a_step_are_no_reason_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = EngineLimits(progress_s=1e9, start_s=1e9, load_s=1e9)
+    with pytest.raises(RuntimeError, match="nothing came for 40 s from engine 0"):
+        tail(monkeypatch, limits, limit_s=40.0, until_s=1e9, steps_until_s=100.0)

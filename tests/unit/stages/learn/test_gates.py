@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from mega_rl.config import RunConfig
+from mega_rl.errors import GateFailure
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.stages.learn import gates
+from mega_rl.stages.learn.engine_distance import EngineHistory
 from mega_rl.stages.learn.gate_watch import GateWatch
-from mega_rl.stages.learn.gates import EngineHistory, GateFailure, LogprobDifference, difference, merged
+from mega_rl.stages.learn.logprob_difference import LogprobDifference, difference, merged
 from mega_rl.types import Prompt, Sample, Score, Trajectory
 
 LOGPROBS = torch.tensor(
@@ -102,7 +104,8 @@ def first_step() -> Run:
 def test_a_good_first_step_passes_and_is_logged(first_step: Run) -> None:
     first_step.engine = LOGPROBS + 1e-5
     metrics = first_step.check()
-    assert metrics == {"gate/reference": 0, "gate/ppo_kl": 0, "gate/ratio": 0, "gate/engine": pytest.approx(1e-5, 0.1)}
+    found = {"gate/reference": 0, "gate/ppo_kl": 0, "gate/ratio": 0, "gate/engine": pytest.approx(1e-5, 0.1)}
+    assert metrics == {**found, "gates/engine_tokens": 3}
     (line,) = first_step.said
     assert line.startswith("first step agrees: reference 0, ") and "not checked" not in line
 
@@ -162,7 +165,7 @@ def test_what_a_run_cannot_compare_is_said(first_step: Run) -> None:
     first_step.config.algorithm.kl_coefficient = 0.0
     first_step.config.aqn.enabled, first_step.config.aqn.old_logprobs = True, "rollout"
     first_step.ratio_max = 1.01
-    assert first_step.check().keys() == {"gate/ppo_kl", "gate/engine"}
+    assert first_step.check().keys() == {"gate/ppo_kl", "gate/engine", "gates/engine_tokens"}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,7 @@ def run_on(first_step: Run, num_steps: int, distance: float = 1e-6, sigma: float
     first_step.engine, first_step.sigma = LOGPROBS + distance, sigma
     for step in range(num_steps):
         metrics = first_step.check(step)
-        assert bool(metrics) == (step == 0)
+        assert (metrics.keys() == {"gates/engine_tokens"}) == (step > 0)
 
 
 RAW = LOGPROBS + torch.tensor([0.0, 0.0, 0.4, -0.3, 0.35, 0.0])  # as if the temperature had been forgotten
@@ -206,16 +209,19 @@ def test_an_engine_that_changes_after_some_steps_stops_the_run(first_step: Run, 
     assert ("4 times what the last steps showed (trainer.gates.engine_factor)" in text) == (sigma > 0)
     assert first_step.num_recomputed == 0 and len(first_step.said) == num_said, "a running check costs no forward pass"
     first_step.config.trainer.gates.disabled = ["engine"]
-    assert first_step.check(6) == {}
+    assert first_step.check(6) == {"gates/engine_tokens": 3}
 
 
 def test_samples_of_older_weights_are_not_compared(first_step: Run) -> None:
     run_on(first_step, 1)
     first_step.engine = RAW
-    assert first_step.check(1, version=1) == {}, "all samples come from version 0"
+    metrics = first_step.check(1, version=1)
+    assert metrics.pop("gates/engine_tokens") == 0, "all samples come from version 0"
+    assert metrics == {"rollout/logprob_diff_of_staleness/1": pytest.approx(0.35)}
     with pytest.raises(GateFailure, match="engine"):
         first_step.check(1, version=0)
-    assert difference(LOGPROBS, RAW, microbatch(), {0}) == LogprobDifference(
+    of_sequence_0 = torch.arange(6) >= 4
+    assert difference(LOGPROBS, RAW, microbatch(), of_sequence_0) == LogprobDifference(
         pytest.approx(0.35), pytest.approx(0.35), 1, 0, 0, 7, (-4.0, pytest.approx(-3.65))
     )
 
@@ -252,7 +258,7 @@ def test_a_resumed_run_checks_what_it_can(first_step: Run) -> None:
         first_step.watch = GateWatch(first_step.config, True, first_step.said.append, first_step=3, metrics=metrics)
         first_step.engine, first_step.reference = LOGPROBS + 0.05, LOGPROBS + 1.0
         if passes:
-            assert first_step.check(3) == {}
+            assert first_step.check(3) == {"gates/engine_tokens": 3}
             assert first_step.said[-1].startswith("first step after the resume, step 4, agrees: ppo_kl 0, ")
             assert "reference" not in first_step.said[-1]
             continue

@@ -12,7 +12,7 @@ from mega_rl.observe.work import WORK
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.platform import DeviceLoad
 from mega_rl.stages.run import speed
-from mega_rl.stages.run.speed import LoadWatch, device_metrics
+from mega_rl.stages.run.speed import LoadWatch, RankReport, device_metrics, reports_of_step, slowest
 
 
 def test_speed_is_of_the_phases_in_which_the_trainer_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,14 +27,26 @@ def test_speed_is_of_the_phases_in_which_the_trainer_computes(monkeypatch: pytes
                 now += seconds
     # Of the four ranks each two compute one replica of the model, and all count what this one does.
     layout = ParallelLayout(world_size=4, tensor=2, context=1, data=2, pipeline=1, expert=1, expert_tensor=2)
-    monkeypatch.setattr(speed, "gather_objects", lambda own: [own] * 4)
+    monkeypatch.setattr(speed, "gather_to_first", lambda own: [own] * 4)
     watch = LoadWatch(lambda: None)
-    found = device_metrics(timers, layout, watch, peak=4e12)
+    found = device_metrics(reports_of_step(timers, layout, watch), peak=4e12)
     assert found["throughput/tflops_per_device"] == pytest.approx(8.0 / 2 / 4.0)
     assert found["throughput/mfu"] == pytest.approx(0.25)
     assert not any(name.startswith("device/") for name in found)
-    nothing = device_metrics(timers, layout, watch, peak=None)
+    nothing = device_metrics(reports_of_step(timers, layout, watch), peak=None)
     assert nothing["throughput/tflops_per_device"] == 0.0 and "throughput/mfu" not in nothing
+
+
+def test_every_phase_has_the_seconds_of_the_rank_that_took_longest() -> None:
+    """Also one that a rank did not come to; and ranks that have no reports say nothing."""
+    phases = [{"time/step_s": 2.0, "time/save_s": 0.5}, {"time/step_s": 3.0}]
+    assert slowest(phases) == {"time/step_s": 3.0, "time/save_s": 0.5}
+    assert device_metrics([], peak=1e12) == {}
+    busy = [
+        RankReport({"device/utilisation": share, "memory/peak_host_gib": share}, 1.0, 1.0, {}) for share in (0.2, 0.6)
+    ]
+    found = device_metrics(busy, peak=None)
+    assert (found["device/utilisation"], found["memory/peak_host_gib"]) == (0.4, 0.6)
 
 
 def test_the_device_is_seen_while_a_step_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from mega_rl.rollout.requests import sample_seed
 from mega_rl.stages.sampling.batch_builder import BusyTime
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.sampling.ticket_requests import TicketScoring
+from mega_rl.stages.weights.engine_probe import NoEngine
 from mega_rl.types import Outcome, Prompt, Trajectory
 
 
@@ -46,7 +47,7 @@ def batches(
     config.rollout.mode, config.rollout.max_staleness, config.rollout.n = mode, eta, 3
     config.data.train_batch_size, config.data.max_response_length = 2, 8
     config.algorithm.dynamic_sampling.enabled = enabled
-    fleet = Fleet(5, EngineLimits(), lambda _: pytest.fail("nothing is started"))
+    fleet = Fleet(5, EngineLimits(), lambda _: pytest.fail("nothing is started"), NoEngine())
     stream = Stream(Prompts(), 2, True, 0)
     job: Any = SimpleNamespace(config=config, timers=Timers(), rendezvous=None, trajectory_store=None)
     return FleetBatches(job, stream, fleet, None, total_steps=10, validation=validation)  # type: ignore[arg-type]

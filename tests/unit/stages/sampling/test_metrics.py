@@ -224,13 +224,36 @@ def test_minibatches_average_and_maxima_stay_maxima() -> None:
 def test_schedule_metrics_are_there_only_with_noise() -> None:
     config = RunConfig()
     noise = AqnNoise(config.aqn, 10)
-    assert rollout_metrics.schedule_metrics(config, noise, Pushed(5, 0.0), {"rollout/kl": 0.1}) == {}
+    assert rollout_metrics.schedule_metrics(noise, Pushed(5, 0.0), [], {"rollout/kl": 0.1}) == {}
     config.aqn.enabled = True
-    assert rollout_metrics.schedule_metrics(config, noise, Pushed(9, 0.0005), {"rollout/kl": 0.1}) == {
+    assert rollout_metrics.schedule_metrics(noise, Pushed(9, 0.0005), [], {"rollout/kl": 0.1}) == {
         "aqn/sigma": 0.0005,
         "aqn/stage": 9.0,
         "aqn/kl_clean_noisy": 0.1,
     }
+
+
+def test_schedule_metrics_are_of_the_weights_that_sampled() -> None:
+    config = RunConfig()
+    config.aqn.enabled, config.aqn.schedule = True, "linear"
+    noise = AqnNoise(config.aqn, 10)
+
+    def found(*versions: tuple[int, int]) -> dict[str, float]:
+        of = sample(0, 1.0)
+        samples = [Sample(of.summary._replace(versions=versions), of.score, 0.0)]
+        return rollout_metrics.schedule_metrics(noise, Pushed(6, noise.sigma(6)), samples, {})
+
+    assert found((5, 2)) == {"aqn/sigma": noise.sigma(5), "aqn/stage": 5.0}
+    several = found((4, 3), (6, 1))
+    assert several == {
+        "aqn/sigma": pytest.approx((3 * noise.sigma(4) + noise.sigma(6)) / 4),
+        "aqn/sigma_min": noise.sigma(6),
+        "aqn/sigma_max": noise.sigma(4),
+        "aqn/stage": 4.5,
+        "aqn/stage_min": 4.0,
+        "aqn/stage_max": 6.0,
+    }
+    assert all(match(name) is not None for name in several)
 
 
 @pytest.mark.parametrize(("step", "frequency", "due"), [(10, -1, True), (4, 2, True), (5, 2, False), (5, -1, False)])

@@ -21,8 +21,7 @@ import psutil
 import torch
 
 from mega_rl import platform
-from mega_rl.bridge.reshard.deposit import summed
-from mega_rl.bridge.reshard.proof import LoadProof, live_hashes
+from mega_rl.bridge.reshard.proof import LoadProof
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice, extents
 from mega_rl.config.schema.sampling import RolloutConfig
@@ -31,15 +30,17 @@ from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.load_checks import LoadChecks
 from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.engine_process import PretendedKeptProcess
+from tests.pretended.stored import sealed
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=4)
@@ -79,25 +80,24 @@ class Trainer:
             Store(StoreForm(((NORM,),), torch.float32, 2, salt=os.getpid())),
             dict[int, StoredVersion](),
         )
+        self.checks = FleetChecks(CheckPlan(50, 0.7, "float32", print))
         self.put(first)
         rollout = RolloutConfig(placement="separate", num_engines=num_engines, mode="pinned")
         spec = EngineSpec(str(output_dir), rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         kept_by = leases.keeping(output_dir, lease_s=10_000)
         norm = [NORM]
         proof = LoadProof({NORM.hf_name: (5,)}, slices_of(norm), [norm], 1, read_zeros)
-        checks = LoadChecks(spec, proof, partial(print, flush=True))
-        self.executor = RayExecutor(checks, num_engines, requests, self.store, self.stored, kept_by)
+        loads = LoadChecks(spec, proof, partial(print, flush=True))
+        self.executor = RayExecutor(loads, num_engines, Work(requests, self.checks), self.store, self.stored, kept_by)
         print(f"ATTACHED {self.executor.num_survivors}", flush=True)
         state: dict[str, Any] = {"format": STATE_VERSION, "trained": first, "steps": {}}
         self.scheduler = FleetScheduler(RULES, EngineLimits(restarts=1), range(num_engines), state)
         self.thread = SchedulerThread(self.scheduler, self.executor, score, lambda scores: True, {}, LIMIT_S)
 
     def put(self, version: int) -> None:
-        parameters, slices = self.store.parameters(0, version), self.store.form.slices[0]
-        parameters["model.norm.weight"].fill_(value(version))
-        hashes = live_hashes(parameters, slices, self.store.form.salt)
-        found = summed({(s.local_name, s.hf_name): h} for s, h in zip(slices, hashes, strict=True))
-        self.stored[version] = StoredVersion(version, [found])
+        self.store.parameters(0, version)["model.norm.weight"].fill_(value(version))
+        self.stored[version] = sealed(self.store, version)
+        self.checks.tell(Held(version))
 
     def processes(self) -> list[int]:
         return sorted(process for life in self.executor._lives.values() for process in life.processes)

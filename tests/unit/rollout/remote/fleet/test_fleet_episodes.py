@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.episodes import episodes as under_test
 from mega_rl.rollout.remote.engine_process import EngineProcess, episodes_on
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
 from mega_rl.rollout.requests import make_requests
@@ -98,3 +102,25 @@ def test_whole_episodes_do_not_depend_on_the_engine_that_has_them() -> None:
         rest = {a: asked for a, asked in wanted.items() if not {(a, 0), (a, 1)} <= early.keys()}
         again = issued(second, rest)
     assert rest and early | again == expected
+
+
+def test_an_engine_that_waits_for_a_tool_makes_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool's own limit ends the wait; until then it is no standstill of the engine."""
+    monkeypatch.setattr(under_test, "MAX_WAIT_S", 0.01)
+    is_over = threading.Event()
+
+    class Waiting(SlowEcho):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            is_over.wait(60)
+
+    made = EngineProcess()
+    made._engine = ScriptedEngine(tokenizer(), 0, 3)  # type: ignore[assignment]
+    made._sampler = episodes_on(made._engine, plan(Waiting), 0, 1)
+    made.issue(0, range(2), tickets()[0])
+    for num_steps in (16, 32):
+        assert made.proceed(16) == [] and made._num_steps == num_steps
+    is_over.set()
+    while made.sampler.num_unfinished:
+        made.proceed(16)
+    made.sampler.close()  # type: ignore[union-attr]

@@ -239,6 +239,21 @@ def test_other_settings_of_engines_and_fewer_engines(ray: FakeRay) -> None:
     assert digest(replace(SPEC, max_model_len=65)) != digest(SPEC)
 
 
+def test_fewer_engines_are_those_that_are_left_whatever_their_numbers(ray: FakeRay) -> None:
+    """The node of the first one is gone, and the run is started again with one less."""
+    actors = begin(trainer(ray), 3)
+    for worker in actors[0]:
+        worker.state = "gone"
+    second = trainer(ray, num_engines=2)
+    found = [second.survivor(engine) for engine in range(2)]
+    assert [[worker.actor for worker in one.workers] for one in found if one] == [actors[2], actors[1]]
+    assert [group.is_removed for group in ray.groups] == [True, False, False], "and nothing was reserved"
+    third = trainer(ray, num_engines=2)
+    assert third.num_survivors == 2 and (again := third.survivor(0)) and again.workers[0].actor is actors[2][0]
+    third.close()
+    assert all(group.is_removed for group in ray.groups)
+
+
 def test_engines_with_an_environment_are_of_use_if_their_episodes_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,7 @@ def test_each_node_takes_a_version_once_and_passes_it_on_to_two() -> None:
     assert nodes.meet("own") is None
     for node in "abcde":
         assert nodes.meet(node) == f"memory at {node}" and nodes.meet(node) is None
-    assert nodes.location("own", 0) == store.location and not ray.asked
+    assert nodes.location("own", 0) == store.location_of(0) and not ray.asked
     for _ in range(2):
         assert [nodes.location(node, 0) for node in "abcde"] == [f"0 at {node}" for node in "abcde"]
     own = store.location
@@ -136,7 +136,9 @@ def test_a_slot_is_copied_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
 
     helper = NodeAgent(FORM, here.location)
     found = helper.fetch(1, SimpleNamespace(chunk=SimpleNamespace(remote=chunk)), there.location)
-    assert found == here.location and asked == [(0, 1, 0, 3000), (0, 1, 3000, 4096)]
+    ends = {None: (3000, 4096), 1: (3000, 6000, 9000, 12000, 12288)}
+    expected = [(0, slot, start, end) for slot, of in ends.items() for start, end in zip((0, *of), of, strict=False)]
+    assert found == here.location_of(1) and asked == expected
     assert here.parameters(0, 1)["model.norm.weight"].tolist() == [0, 1, 2, 3, 4]
     assert here.parameters(0, 0)["model.norm.weight"].tolist() == [0] * 5, "the other version's slot"
     there.close()

@@ -16,9 +16,10 @@ from mega_rl.fleet import events
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.partial import PartialResponse, ResponsePiece, piece_of
-from mega_rl.rollout.remote.engine_process import EngineProcess
+from mega_rl.rollout.remote.engine_process import EngineProcess, LoadResult
 from mega_rl.rollout.remote.fleet import partial_responses, ray_executor
 from mega_rl.rollout.remote.fleet.partial_responses import PartialResponses
+from mega_rl.rollout.remote.weight_store import WantedVersion
 from mega_rl.rollout.requests import joined, make_requests, resumed
 from mega_rl.types import Prompt, Span, Trajectory
 from tests.pretended.tailing_engine import decoded, logprob, next_token
@@ -164,8 +165,10 @@ class PiecedWorker(Worker):
         super().__init__(number, rank)
         self.process_, self.engine = process(rank=rank)
 
-    def do_load(self, form: Any, location: Any, stored: Any) -> None:
-        self.version = self.engine.version = stored.version
+    def do_load(self, location: Any, wanted: WantedVersion) -> LoadResult:
+        result = super().do_load(location, wanted)
+        self.engine.version = self.version
+        return result
 
     def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
         self.process_.issue(attempt, samples, requests)
@@ -196,7 +199,7 @@ def run(monkeypatch: pytest.MonkeyPatch, rules: Rules, strikes: int) -> tuple[Ru
     monkeypatch.setattr(PiecedWorker, "strikes", strikes)
     found: list[Trajectory] = []
     made = Run(monkeypatch, rules=rules, worker=PiecedWorker)
-    made.executor._requests = responses
+    made.executor._work = dataclasses.replace(made.executor._work, requests=responses)
     do = made.do
 
     def noted(decision: events.Decision, said: list[events.Event]) -> None:

@@ -20,12 +20,14 @@ from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.models.shape import ModelShape
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.engine_process import WorkerPlace
+from mega_rl.rollout.remote.engine_process import LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
-from mega_rl.rollout.remote.weight_store import Location, StoredVersion
+from mega_rl.rollout.remote.weight_store import Location, StoredVersion, WantedVersion
 from mega_rl.types import Prompt
 from tests.pretended.remote.fake_ray import (
+    NUM_SLOTS,
     OWN,
+    PROOFS,
     PULSE_FILE,
     Answer,
     Arriving,
@@ -67,7 +69,7 @@ class Run:
         platform.select("cpu")
         self.ray, self.told, self.batches = FakeRay(worker, shape), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
-        self.stored = {trained: StoredVersion(trained, [])}
+        self.stored = {trained: StoredVersion(trained, 2, PROOFS)}
         rollout = fleet_of(2, size, is_pinned=rules.is_pinned)
         self.executor = executor_on(monkeypatch, self.ray, rollout, requests, self.stored, picture_set)
         state: dict[str, Any] = {"format": STATE_VERSION, "trained": trained, "steps": {}}
@@ -93,7 +95,7 @@ class Run:
             said.append(events.Scored(decision.key, is_kept=True))
         elif isinstance(decision, events.Deliver):
             self.batches.append([[(r.sampled_ids.tolist(), r.spans) for r in group] for _, group in decision.groups])
-            self.stored[decision.step + 1] = StoredVersion(decision.step + 1, [])
+            self.stored[decision.step + 1] = StoredVersion(decision.step + 1, 2, PROOFS)
             said.append(events.Published(decision.step + 1))
         elif isinstance(decision, events.Start | events.Kill | events.Load | events.Issue):
             if isinstance(decision, events.Issue):
@@ -292,6 +294,37 @@ def test_weights_that_newer_ones_have_replaced_cost_no_restart(
     assert not run.go().is_failure and run.batches == expected and gone and not run.whys()[:-2], run.whys()
 
 
+@pytest.mark.parametrize("worst", [LoadResult.TORN, LoadResult.MISSED])
+def test_weights_replaced_while_an_engine_reads_them_cost_no_restart_and_no_step(
+    monkeypatch: pytest.MonkeyPatch, worst: LoadResult
+) -> None:
+    """One of an engine's workers was too late; with torn weights it is not told to sample on until it has others."""
+    expected, run, late = undisturbed(monkeypatch), Run(monkeypatch, size=2), list[Worker]()
+    load = Worker.do_load
+
+    def do_load(worker: Worker, location: Any, wanted: WantedVersion) -> LoadResult:
+        if wanted.version == 1 and worker.rank == 1 and not late:
+            late.append(worker)
+            return worst
+        return load(worker, location, wanted)
+
+    missed = run.executor._missed
+
+    def checked(decision: events.Load, is_torn: bool = False) -> list[events.Event]:
+        life = run.executor._lives[decision.engine]
+        assert life.is_torn is is_torn is (worst is LoadResult.TORN)
+        life.load, before = 1, len(life.workers[0].calls)
+        run.executor._ask(decision.engine, life)
+        asked = [name for name, _, _ in list(life.workers[0].calls)[before:]]
+        life.load = 0
+        assert ("proceed" in asked) is not is_torn
+        return missed(decision, is_torn)
+
+    monkeypatch.setattr(Worker, "do_load", do_load)
+    monkeypatch.setattr(run.executor, "_missed", checked)
+    assert not run.go().is_failure and run.batches == expected and late and not run.whys()[:-2], run.whys()
+
+
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_a_copy_to_a_node_that_fails_once_costs_its_engines_no_restart(
     monkeypatch: pytest.MonkeyPatch, num_failures: int
@@ -328,7 +361,8 @@ def test_an_engine_that_is_attached_to_and_does_not_rest_is_started_anew(
     said: list[events.Event] = []
     while not said and run.ray.now < LIMITS.start_s:
         said += run.executor.events(1.0)
-    assert said == [events.Started(0, 0)] and run.executor.whereabouts()[0].processes == (0 if state == "runs" else 1,)
+    assert said == [events.Started(0, 0, NUM_SLOTS)]
+    assert run.executor.whereabouts()[0].processes == (0 if state == "runs" else 1,)
     assert len(run.ray.workers) == (1 if state == "runs" else 2)
     assert run.ray.workers[0].state == ("runs" if state == "runs" else "gone")
     run.executor.close()
@@ -377,7 +411,7 @@ def test_late_weights_are_no_death_while_the_engine_answers(monkeypatch: pytest.
 
     def late(worker: Worker) -> None:
         """The first load of step 1's weights takes as long as two limits."""
-        if not any(name == "load" and arguments[2].version == 1 for name, arguments, _ in worker.calls[:1]):
+        if not any(name == "load" and arguments[1].version == 1 for name, arguments, _ in worker.calls[:1]):
             return go_on(worker)
         if not held:
             held.append(worker)
@@ -409,7 +443,7 @@ def test_looking_for_events_costs_no_more_with_more_engines(monkeypatch: pytest.
         with monkeypatch.context() as patch:
             platform.select("cpu")
             ray = FakeRay()
-            executor = executor_on(patch, ray, fleet_of(num_engines), requests, {0: StoredVersion(0, [])})
+            executor = executor_on(patch, ray, fleet_of(num_engines), requests, {0: StoredVersion(0, 2, PROOFS)})
             for engine in range(num_engines):
                 executor.carry(events.Start(engine, 0))
             while sum(isinstance(event, events.Started) for event in executor.events(1.0)) < num_engines:
@@ -431,5 +465,5 @@ def test_what_an_engine_said_before_it_was_killed_is_not_heard_after(monkeypatch
         assert run.executor.events(0.0) == []
         run.ray.pass_time(1.0)  # in the end both have started, and nobody has looked
     run.executor.carry(events.Kill(0, 0, "it is no longer wanted"))
-    assert run.executor.events(0.0) == [events.Started(1, 0)]
+    assert run.executor.events(0.0) == [events.Started(1, 0, NUM_SLOTS)]
     run.executor.close()

@@ -15,7 +15,7 @@ from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.planning.engine import engine_share
-from mega_rl.rollout.vllm.start.environment import preserved_process, set_environment
+from mega_rl.rollout.vllm.start.environment import EngineGenerators, preserved_process, set_environment
 from mega_rl.rollout.vllm.start.options import (
     additional_config,
     check_options,
@@ -164,6 +164,41 @@ def test_environment_defaults_leave_the_users_values() -> None:
     other: dict[str, str] = {}
     set_environment("npu", other)
     assert other["HF_HUB_OFFLINE"] == "1" and "TORCHDYNAMO_DISABLE" not in other
+
+
+def test_generators_are_read_and_put_back_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not around every step; what environments draw meanwhile from python's and numpy's is drawn."""
+    asked: list[str] = []
+    for name in ("get_rng_state", "set_rng_state"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *given, n=name, f=original: asked.append(n) or f(*given))
+    generators = EngineGenerators("cpu", is_seeded=False)
+    for _ in range(2):
+        before, of_python = torch.random.default_generator.get_state(), random.getstate()
+        for _ in range(50):
+            with generators.in_use():
+                torch.rand(3)
+            random.random()
+        assert not torch.equal(torch.random.default_generator.get_state(), before)
+        generators.give_back()
+        assert torch.equal(torch.random.default_generator.get_state(), before) and random.getstate() != of_python
+    generators.give_back()
+    assert asked == ["get_rng_state", "set_rng_state"] * 2
+
+
+def test_an_engine_with_generators_of_its_own_goes_on_with_them() -> None:
+    def drawn() -> list[float]:
+        with generators.in_use():
+            return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    generators, before = EngineGenerators("cpu", is_seeded=True), torch.get_rng_state()
+    generators.seed(5)
+    first, second = drawn(), drawn()
+    generators.give_back()
+    assert torch.equal(torch.get_rng_state(), before) and first != second
+    torch.rand(1)
+    generators.seed(5)
+    assert [drawn(), drawn()] == [first, second]
 
 
 def test_preserved_process_puts_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:

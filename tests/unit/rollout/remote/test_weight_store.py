@@ -1,0 +1,70 @@
+"""What a version costs to tell of: the form that travels once, and the arguments of loads."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.series import having, with_neighbours
+from mega_rl.errors import InputError
+from mega_rl.models.shape import parse_config
+from mega_rl.rollout.remote.weight_store import Store, StoreForm, check_room
+from tests.models.families import CONTRACT
+from tests.pretended.stored import sealed
+
+ENGINE_SIZE = 2
+SHAPE = parse_config(CONTRACT.config("qwen3_moe"), "qwen3_moe")
+MANY = replace(SHAPE, num_layers=12)
+
+
+def form_of(shape: Any, **other: Any) -> StoreForm:
+    workers = tuple(tuple(vllm_series(shape, ENGINE_SIZE, rank)) for rank in range(ENGINE_SIZE))
+    return StoreForm(workers, torch.bfloat16, num_slots=2, salt=1, **other)
+
+
+def test_a_form_travels_without_what_follows_from_it() -> None:
+    form = form_of(MANY)
+    before = len(pickle.dumps(form))
+    store = Store(form)
+    assert len(pickle.dumps(store.form)) == before < 20_000
+    found = pickle.loads(pickle.dumps(store.form))
+    assert found == form and found.plan(1).slot.places == form.plan(1).slot.places
+    store.close()
+
+
+@pytest.mark.parametrize("shape", [SHAPE, MANY])
+def test_what_a_worker_is_told_of_a_version_does_not_grow_with_the_model_or_the_engine(shape: Any) -> None:
+    store = Store(form_of(shape))
+    store.parameters(1, 1)["model.norm.weight"].fill_(1.0)
+    stored = sealed(store, 1)
+    told = [len(pickle.dumps((store.location_of(1), stored.of(worker)))) for worker in range(ENGINE_SIZE)]
+    assert max(told) < 400, told
+    assert stored.of(0).proofs != stored.of(1).proofs, "each is told of its own part"
+    store.close()
+
+
+def test_parameters_that_change_nowhere_lie_there_once() -> None:
+    whole = form_of(MANY)
+    changing = tuple(
+        tuple(with_neighbours(of_worker, having(of_worker, {"model.layers.3.self_attn.q_proj.weight"})))
+        for of_worker in whole.workers
+    )
+    form = form_of(MANY, changing=changing)
+    plan, everything = form.plan(0), whole.plan(0).slot
+    assert {name.rsplit(".", 2)[1] for name in plan.slot.places} == {"qkv_proj"}, "what the layers' q shares with k, v"
+    assert plan.fixed.places.keys() | plan.slot.places.keys() == everything.places.keys()
+    assert plan.num_bytes(4) < everything.num_bytes * 2 < whole.plan(0).num_bytes(4)
+
+
+def test_a_node_without_room_is_told_what_it_needs() -> None:
+    form = form_of(SHAPE, has_validation=True)
+    with pytest.raises(InputError, match=r"\(3 versions of 0.0 GB\).*lower rollout.max_staleness, set data.val_files"):
+        check_room(form, 0, form.all_slots)
+    with pytest.raises(InputError, match=r"\(2 versions of 0.0 GB\), and this host has 0.0 GB left: set rollout.dtype"):
+        check_room(form, 0, 2)
+    check_room(form, 10**9, 2)
