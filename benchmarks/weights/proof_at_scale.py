@@ -40,7 +40,7 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice, extents
 from mega_rl.models.shape import ModelShape
 from mega_rl.platform.contract.host import host_peak_bytes, reset_host_peak
-from tests.pretended.ranks import PretendedRanks
+from tests.pretended.trainer.ranks import PretendedRanks
 
 DTYPE = torch.bfloat16
 HALF = 1 << 63
