@@ -6,13 +6,14 @@ import atexit
 import importlib.util
 import os
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mega_rl import platform
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, shortened
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.store import LOOPBACK, is_one_node
 from mega_rl.rollout.remote import local_ray
@@ -210,5 +211,13 @@ def connected_ray(num_workers: int) -> tuple[Any, Path | None]:
 
     if not has_cluster:
         return ray, local_ray.start(ray, num_workers)
-    ray.init(log_to_driver=False, logging_level="ERROR")
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise InputError(
+            f"host {socket.gethostname()}, which has the trainer's rank 0, is not in the Ray cluster of "
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} ({shortened(str(error))}): start Ray on every node of the "
+            "trainer, since torchrun may give rank 0 to any of them, with `ray start --address HEAD:PORT --num-cpus 0` "
+            "on those without engines"
+        ) from None
     return ray, None
