@@ -17,10 +17,10 @@ from typing import Any
 from mega_rl.fleet import events
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.remote import placement
-from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases, partial_responses, ray_executor
 from mega_rl.rollout.remote.fleet.calls import Life
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
+from mega_rl.rollout.remote.load_checks import LoadChecks
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 from mega_rl.stages.sampling import fleet_batches, sampling
 from mega_rl.stages.sampling.batch_builder import Batch
@@ -136,7 +136,7 @@ class WatchedScheduler(FleetScheduler):
 
 
 def calm_executor(
-    spec: EngineSpec,
+    checks: LoadChecks,
     num_engines: int,
     work: Work,
     store: Store,

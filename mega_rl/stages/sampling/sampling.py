@@ -18,6 +18,8 @@ from mega_rl.rollout.engine_checks import FleetChecks
 from mega_rl.rollout.remote.fleet.leases import keeping
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink
+from mega_rl.rollout.remote.load_checks import LoadChecks
+from mega_rl.rollout.remote.sink import remote_layout
 from mega_rl.stages.run.episodes import plan_there, with_episodes
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
@@ -54,13 +56,15 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
         weights, config.tensor_parallel_size, num_slots=config.max_staleness + 2, has_validation=has_validation
     )
 
+    wanted = remote_layout(weights, config.tensor_parallel_size, config.num_engines * config.tensor_parallel_size)
+    loads = LoadChecks(spec, outgoing.load_proof(job, actor, weights, wanted), job.say)
     checks = FleetChecks(check_plan(job.config, job.shape.vocab_size, job.say))
 
     def opened(requests: Requests) -> RayExecutor:
         assert sink.store is not None, "rank 0 has the store"
         kept_by = keeping(job.output_dir, config.engine_lease_s)
         work = Work(requests, checks, job.picture_set)
-        executor = RayExecutor(spec, config.num_engines, work, sink.store, sink.stored, kept_by)
+        executor = RayExecutor(loads, config.num_engines, work, sink.store, sink.stored, kept_by)
         if executor.num_survivors:
             job.say(f"attached to {executor.num_survivors} rollout engines that the trainer before left running")
         return executor

@@ -33,6 +33,7 @@ class Life:
     is_torn: bool = False  # whether the weights that it holds are of several versions
     load: int = 0  # responses under way
     num_sampling: int = 0  # calls to sample on that have no answer yet
+    num_slots: int | None = None  # responses that it takes at a time, once it has started
     pulses_at: list[tuple[int, int]] = field(default_factory=list)  # by worker: its process, and its file there
     pulses: list[Pulse | None] = field(default_factory=list)  # by worker, the last ones
     checks: EngineChecks = field(kw_only=True)  # what it must show of weights before it samples with them

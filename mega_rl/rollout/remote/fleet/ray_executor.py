@@ -6,13 +6,14 @@ import atexit
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from mega_rl import platform
+from mega_rl.bridge.reshard.proof import Difference
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.errors import shortened
 from mega_rl.fleet.events import (
@@ -31,7 +32,7 @@ from mega_rl.fleet.events import (
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
 from mega_rl.rollout.engine_checks import FleetChecks
-from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
+from mega_rl.rollout.remote.engine_process import LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
@@ -39,10 +40,10 @@ from mega_rl.rollout.remote.fleet.nodes import Arrival, Nodes
 from mega_rl.rollout.remote.fleet.partial_responses import LEAST_TOKENS
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.fleet.pulses import Pulses
+from mega_rl.rollout.remote.load_checks import LoadChecks, own_load
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
-from mega_rl.rollout.vllm.start.options import without_weights
 
 LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
@@ -65,12 +66,16 @@ def _started(decision: Start, slots: list[int | None]) -> list[Event]:
     return [Started(*decision, slots[0])]
 
 
+def _accepted(decision: Start, life: Life, _: list[Any]) -> list[Event]:
+    return [Started(*decision, life.num_slots)]
+
+
 class RayExecutor:
     """A ``FleetExecutor``: every engine is some actors, in a placement group that its next life uses again."""
 
     def __init__(
         self,
-        spec: EngineSpec,
+        loads: LoadChecks,
         num_engines: int,
         work: Work,
         store: Store,
@@ -80,6 +85,7 @@ class RayExecutor:
         """Find room for the engines; none is started.
 
         Args:
+            loads: what engines are started with, and which may serve.
             store: of this node.
             stored: what is in it, by version; a version is there before a ``Load`` names it, and may be gone when it
                 has come to the engine's node.
@@ -88,8 +94,8 @@ class RayExecutor:
         Raises:
             InputError: there is no Ray, or no room in its cluster.
         """
-        self._spec = replace(spec, rollout=without_weights(spec.rollout))  # which come from the store
-        self._work, self._stored = work, stored
+        spec = loads.spec
+        self._loads, self._work, self._stored = loads, work, stored
         # What an engine has of a response is asked for where another one may go on with it: an environment cannot be
         # moved, and a string that ends a response may begin in what one engine has and end in what the next adds.
         self._tells = spec.rollout.mode == "in_flight" and spec.episodes is None and not spec.rollout.stop
@@ -106,7 +112,7 @@ class RayExecutor:
         self._placeless: dict[int, tuple[float, Died]] = {}  # engine -> when its death is told
         check_room(nodes(self._ray), bundle(options), num_engines, size)
         place = self._ray, num_engines, size, options
-        self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, self._spec, kept_by)
+        self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, spec, kept_by)
         self._nodes = Nodes(self._ray, store)
         self._pulses = Pulses(self._nodes)
         atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
@@ -134,6 +140,7 @@ class RayExecutor:
             return
         if isinstance(decision, Kill):
             self._kill(decision.engine)
+            self._replace_loader()
         elif isinstance(decision, Load):
             self._said += self._load(decision, life)
         else:
@@ -212,17 +219,48 @@ class RayExecutor:
             return
         try:
             with self._of_places():
-                workers, spec = self._places.workers(engine), self._spec
+                workers = self._places.workers(engine)
         except PlacesError as error:
             died = Died(engine, decision.life, f"it has no place: {error}")
             self._placeless[engine] = time.monotonic() + RETRY_S, died
             return
         life = self._lives[engine] = self._new_life(decision, workers)
         self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
-        point = workers[0].open.remote(spec)  # Ray gives its answer to the others
-        starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
-        attached = [worker.attach.remote(self._nodes.form) for worker in workers]
-        self._calls.wait(life, "starting", [*starts, *attached], partial(_started, decision))
+        self._calls.ask(life, "starting", "kind", self._loads.spec, then=partial(self._has_kind, decision, life))
+
+    def _has_kind(self, decision: Start, life: Life, found: list[str]) -> list[Event]:
+        spec = self._loads.spec_of(decision, " and ".join(dict.fromkeys(found)))
+        point = life.workers[0].open.remote(spec)  # Ray gives its answer to the others
+        starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(life.workers)]
+        attached = [worker.attach.remote(self._nodes.form) for worker in life.workers]
+        self._calls.wait(life, "starting", [*starts, *attached], partial(self._has_started, decision, life))
+        return []
+
+    def _has_started(self, decision: Start, life: Life, slots: list[int | None]) -> list[Event]:
+        life.num_slots, form = slots[0], self._nodes.form
+        questions = self._loads.questions(decision, form.workers, form.dtype)
+        if questions is None:
+            self._accept(self._loads.started(decision))
+            self._replace_loader()
+            return []
+        pairs = zip(life.workers, questions, strict=True)
+        answers = [worker.inspect.remote(own_load, *question) for worker, question in pairs]
+        self._calls.wait(life, "showing what it has loaded", answers, partial(self._has_shown, decision))
+        return []
+
+    def _has_shown(self, decision: Start, found: list[str | Difference]) -> list[Event]:
+        self._accept(self._loads.compared(decision, found))
+        return []
+
+    def _accept(self, starts: Sequence[Start]) -> None:
+        for start in starts:
+            life = self._lives[start.engine]
+            self._calls.ask(life, "starting", "accept", then=partial(_accepted, start, life))
+
+    def _replace_loader(self) -> None:
+        """Where the engine that was to show what its kind loads has ended, one that waits for it begins anew."""
+        for waiting in self._loads.abandoned():
+            self._begin_anew(waiting)
 
     def _new_life(self, decision: Start, workers: list[Any]) -> Life:
         return Life(decision.engine, decision.life, workers, checks=self._work.checks.of_life(decision.engine))
@@ -230,6 +268,7 @@ class RayExecutor:
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
 
+        Only an engine that the trainer before has accepted is one, so what engines of its kind load was compared.
         It has said that it is there, but in a thread beside the one that works, which may be stuck.
         """
         engine = decision.engine
@@ -260,6 +299,7 @@ class RayExecutor:
         self._places.check()
         life = self._lives.pop(engine)
         self._calls.drop(life)
+        self._loads.left(Start(engine, life.number))
         if life.processes:
             self._nodes.kill(life.node, life.processes)
         self._nodes.done(engine)

@@ -131,6 +131,16 @@ def test_plan_of_a_large_model(tmp_path: Path) -> None:
         assert 1 <= found["balance"] < 1.2  # owners of experts that stay where they are have less to send
 
 
+@pytest.mark.slow
+def test_proofs_of_weights_cost_a_rank_no_more_in_a_larger_world(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = run_copy(Path("benchmarks/weights/proof_at_scale.py"), "--quick", "--json", path).check()
+    few, many = json.loads(path.read_text())["worlds"].values()
+    assert few["slices"] == many["slices"] > 0
+    assert (few["exchanges"], few["exchanged_mb"]) == (many["exchanges"], many["exchanged_mb"])
+    assert [len(rows) for rows in tables(launched.stdout)] == [3]
+
+
 def test_loads_of_a_fleet(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     launched = run_copy(Path("benchmarks/weights/fleet_load.py"), "--quick", "--json", path).check()

@@ -17,7 +17,9 @@ from mega_rl.fleet import events
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import PlacesError
 from mega_rl.fleet.scheduler import FleetScheduler
+from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.models.shape import ModelShape
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
@@ -61,14 +63,18 @@ class Run:
         picture_set: Any = None,
         rules: Rules = RULES,
         worker: Callable[[int, int], Worker] = Worker,
+        shape: ModelShape | None = None,
+        trained: int = 0,
     ) -> None:
+        """``trained``: steps that a trainer before has made."""
         platform.select("cpu")
-        self.ray, self.told, self.batches = FakeRay(worker), [], []
+        self.ray, self.told, self.batches = FakeRay(worker, shape), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
-        self.stored = {0: StoredVersion(0, 2, PROOFS)}
+        self.stored = {trained: StoredVersion(trained, 2, PROOFS)}
         rollout = fleet_of(2, size, is_pinned=rules.is_pinned)
         self.executor = executor_on(monkeypatch, self.ray, rollout, requests, self.stored, picture_set)
-        self.scheduler = FleetScheduler(rules, LIMITS, range(2))
+        state: dict[str, Any] = {"format": STATE_VERSION, "trained": trained, "steps": {}}
+        self.scheduler = FleetScheduler(rules, LIMITS, range(2), state if trained else None)
 
     def go(self) -> events.Finish:
         todo = list(self.scheduler.begin(self.ray.now))
@@ -101,11 +107,16 @@ class Run:
         """Why engines were ended before the run was."""
         return [d.why for d in self.told if isinstance(d, events.Kill)]
 
+    def readers(self) -> list[Worker]:
+        """The workers that have loaded weights by themselves."""
+        return [worker for worker in self.ray.workers if worker.has_read]
+
 
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     run = Run(monkeypatch)
     assert not run.go().is_failure and not run.whys()[:-2], run.whys()
     assert [batch[0][0][0][0] for batch in run.batches] == [1, 2, 3], "each step has weights of its own"
+    assert run.readers() == run.ray.workers[:1] and len(run.ray.workers) == 2, "the first of a kind loads, no other"
     return run.batches
 
 
@@ -474,8 +485,9 @@ def test_what_an_engine_said_before_it_was_killed_is_not_heard_after(monkeypatch
     run = Run(monkeypatch)
     run.executor.carry(events.Start(0, 0))
     run.executor.carry(events.Start(1, 0))
-    for _ in range(4):
-        run.ray.pass_time(1.0)  # both have started, and nobody has looked
+    while not all(worker.is_accepted for worker in run.ray.workers):
+        assert run.executor.events(0.0) == []
+        run.ray.pass_time(1.0)  # in the end both have started, and nobody has looked
     run.executor.carry(events.Kill(0, 0, "it is no longer wanted"))
     assert run.executor.events(0.0) == [events.Started(1, 0, NUM_SLOTS)]
     run.executor.close()
