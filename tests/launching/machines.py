@@ -32,7 +32,7 @@ NETWORK = "10.77.0"  # of a bridge that nothing else is connected to
 BRIDGE = "switch"
 SEARCHED = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 OF_A_MACHINE = ("--net", "--mount", "--uts", "--ipc", "--pid")
-HOME = "/tmp/home"
+HOME = "/tmp/user"
 MORE = 8  # machines that may come later
 LISTEN = """
 import socket

@@ -6,6 +6,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import StoreForm
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.launching.training import STRUCK_LOG as LOG
@@ -30,6 +31,19 @@ def digest(parameters: Mapping[str, torch.Tensor]) -> int:
     for tensor in parameters.values():
         found = zlib.crc32(tensor.numpy().tobytes(), found)
     return found
+
+
+_STAMPS = count(2, 2)
+
+
+def sealed(store: Store, version: int) -> StoredVersion:
+    """What lies in the store's parameters as a version that is whole."""
+    parameters = [store.parameters(worker, version) for worker in range(len(store.form.workers))]
+    hashes = [
+        (plan.fixed.hashes_of(of_worker, store.form.salt), plan.slot.hashes_of(of_worker, store.form.salt))
+        for plan, of_worker in zip(store.form.plans, parameters, strict=True)
+    ]
+    return store.seal(version, next(_STAMPS), hashes)
 
 
 class PretendedEngine:

@@ -59,16 +59,11 @@ class WatchedExecutor(RayExecutor):
         write("Placed", engine=engine, life=life.number, processes=life.processes, node=life.node)
         return said
 
-    def _load(self, decision: events.Load, life: Life, failed: Any = None) -> list[events.Event]:
-        if failed is not None:
-            write("Copied again", engine=decision.engine, version=decision.version, node=life.node)
-        return super()._load(decision, life, failed)
-
-    def _take(self, decision: events.Load, found: list[Location]) -> list[events.Event]:
+    def _take(self, decision: events.Load, location: Location) -> list[events.Event]:
         """``store``: the process whose memory the engine takes weights from."""
         life = self._lives[decision.engine]
-        write("Taken", engine=decision.engine, version=decision.version, node=life.node, store=found[0].process)
-        return super()._take(decision, found)
+        write("Taken", engine=decision.engine, version=decision.version, node=life.node, store=location.process)
+        return super()._take(decision, location)
 
 
 class PatientExecutor(RayExecutor):

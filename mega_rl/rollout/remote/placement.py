@@ -6,13 +6,14 @@ import atexit
 import importlib.util
 import os
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mega_rl import platform
-from mega_rl.errors import InputError
+from mega_rl.errors import InputError, shortened
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.store import LOOPBACK, is_one_node
 from mega_rl.rollout.remote import local_ray
@@ -80,13 +81,17 @@ class EngineGroup:
         """Ray's reference to a value, to be an argument of calls: it comes to every node once."""
         return self._ray.put(value)
 
-    def first_done(self, calls: Mapping[int, Sequence[Any]]) -> int:
-        """Waits for the first worker of any of these engines; returns the engine."""
+    def first_done(self, calls: Mapping[int, Sequence[Any]], wait_s: float | None = None) -> int | None:
+        """Waits for the first worker of any of these engines; returns the engine.
+
+        Args:
+            wait_s: so long at most, seconds, and None is returned if none is done; None: until one is.
+        """
         engines = {of_workers[0]: engine for engine, of_workers in calls.items()}
         names = [self._name(engine * self.engine_size) for engine in calls]
         with HEART.waiting(" ".join([*names, "sampling"]), is_for_ranks=False):
-            (done, *_), _ = self._ray.wait(list(engines))
-        return engines[done]
+            done, _ = self._ray.wait(list(engines), timeout=wait_s)
+        return engines[done[0]] if done else None
 
     def results(
         self, calls: Sequence[Any], doing: str, timeout_s: float | None = None, first_worker: int = 0
@@ -210,5 +215,13 @@ def connected_ray(num_workers: int) -> tuple[Any, Path | None]:
 
     if not has_cluster:
         return ray, local_ray.start(ray, num_workers)
-    ray.init(log_to_driver=False, logging_level="ERROR")
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise InputError(
+            f"host {socket.gethostname()}, which has the trainer's rank 0, is not in the Ray cluster of "
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} ({shortened(str(error))}): start Ray on every node of the "
+            "trainer, since torchrun may give rank 0 to any of them, with `ray start --address HEAD:PORT --num-cpus 0` "
+            "on those without engines"
+        ) from None
     return ray, None

@@ -23,9 +23,12 @@ from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.sampling.validation import validation_set
+from mega_rl.stages.score.scoring import share_nodes
 from mega_rl.stages.weights import engines, outgoing
 from mega_rl.stages.weights.engine_probe import EngineProbe, FleetProbe, NoEngine, Probe, check_plan
 from mega_rl.stages.weights.weight_sync import RecordedSync, Sync
+
+SLOW_LOAD = 1e7  # bytes a second that a worker copies and hashes at least
 
 
 def recorded_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
@@ -63,13 +66,19 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
         return executor
 
     sync = outgoing.weight_sync(job, actor, sink, noise, weights.slots)
-    return Fleet(config.num_engines, limits_of(config), opened, FleetProbe(checks)), sync
+    largest = max(plan.num_bytes(1) for plan in sink.form.plans)
+    return Fleet(config.num_engines, limits_of(config, largest), opened, FleetProbe(checks)), sync
 
 
-def limits_of(config: RolloutConfig) -> EngineLimits:
-    """What an engine may take, and how long; once it has started, it says itself how many responses it takes."""
+def limits_of(config: RolloutConfig, num_bytes: int = 0) -> EngineLimits:
+    """What an engine may take, and how long; once it has started, it says itself how many responses it takes.
+
+    Args:
+        num_bytes: that a worker of an engine copies at most for a version.
+    """
     slots = int(config.vllm.get("max_num_seqs") or EngineLimits.slots)
-    return EngineLimits(slots, progress_s=config.engine_timeout_s, restarts=config.engine_restarts)
+    load_s = max(EngineLimits.load_s, num_bytes / SLOW_LOAD)
+    return EngineLimits(slots, progress_s=config.engine_timeout_s, load_s=load_s, restarts=config.engine_restarts)
 
 
 def sampling(
@@ -92,4 +101,5 @@ def sampling(
         return BatchBuilder(job, prompts, sampler, scorer, asked), sync, probe
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(job, actor, noise)
+    share_nodes(scorer)
     return FleetBatches(job, prompts, fleet, scorer, total_steps, asked), sync, fleet.probe

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 ROWS = 80  # of 5 steps of 4 prompts
 ABOUT_ITSELF = """
 import os, pathlib, socket, sys
-for place in map(pathlib.Path, ("/tmp", "/dev/shm", "/tmp/home", sys.argv[1])):
+for place in map(pathlib.Path, ("/tmp", "/dev/shm", "/tmp/user", sys.argv[1])):
     place.mkdir(exist_ok=True)
     print(sorted(file.name for file in place.iterdir() if file.suffix == ".mark"))
     (place / f"{socket.gethostname()}.mark").touch()

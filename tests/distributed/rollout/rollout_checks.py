@@ -61,7 +61,7 @@ from tests.models.rollout_support import (
     span_error,
     tiny_model,
 )
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import sealed
 from tests.pretended.tokens import measured_temperatures
 
 MAX_MODEL_LEN = 384

@@ -15,12 +15,14 @@ import torch
 
 from mega_rl.bridge.series import Series
 from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.fleet.events import Load
 from mega_rl.fleet.executor import Requests
 from mega_rl.observe.pulse import Pulse
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
 from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
+from mega_rl.rollout.remote.fleet.nodes import Arrival
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
 from mega_rl.types import Trajectory
@@ -172,7 +174,7 @@ class FakeRay:
         self._worker = worker
         self.workers: list[Worker] = []
         self.now = 0.0
-        self.arriving: list[Arriving] = []
+        self.arriving: list[tuple[float, Arrival]] = []  # when what is said of weights on their way
         self.groups: dict[str, str] = {}  # placement group -> its state
         self.util = SimpleNamespace(
             placement_group=self.placement_group,
@@ -201,8 +203,6 @@ class FakeRay:
         for worker in self.workers:
             worker.beat()
             worker.go_on()
-        for arriving in self.arriving:
-            arriving.look()
 
     def queue(self) -> PassingQueue:
         return PassingQueue(self)
@@ -251,8 +251,15 @@ class FakeNodes:
         found, self.met = self.met, None
         return found
 
-    def location(self, node: str, version: int, failed: Any = None) -> Location:
+    def location(self, load: Load, node: str, stored: StoredVersion) -> Location | None:
         return OWN
+
+    def heard(self) -> list[Arrival]:
+        found = [arrival for at, arrival in self._ray.arriving if self._ray.now >= at]
+        self._ray.arriving = [(at, arrival) for at, arrival in self._ray.arriving if self._ray.now < at]
+        return found
+
+    def done(self, engine: int) -> None: ...
 
     def check_own(self) -> None: ...
 
@@ -268,19 +275,6 @@ class FakeNodes:
     def kill(self, node: str, processes: Sequence[int]) -> None:
         for process in processes:
             self._ray.workers[process].state = "gone"
-
-
-class Arriving(Answer):
-    """Ray's reference to a location, which is there at some time."""
-
-    def __init__(self, ray: FakeRay, at: float, error: Exception | None = None) -> None:
-        super().__init__(OWN, error)
-        self._ray, self._at = ray, at
-        ray.arriving.append(self)
-
-    def look(self) -> None:
-        if self._ray.now >= self._at:
-            self.come()
 
 
 class KnowsAll(FleetChecks):

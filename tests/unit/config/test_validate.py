@@ -242,6 +242,8 @@ BAD_VALUES = [
     ("optimizer.min_lr", 1.0),
     ("optimizer.schedule", "step"),
     ("optimizer.warmup_steps", 11),
+    ("optimizer.warmup_steps", 1.5),
+    ("optimizer.warmup_steps", -0.1),
     ("optimizer.weight_decay", -1.0),
     ("optimizer.beta1", 1.0),
     ("optimizer.beta2", -0.5),

@@ -17,6 +17,7 @@ from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.errors import shortened
 from mega_rl.fleet.events import (
     Answered,
+    Arriving,
     Died,
     Event,
     Issue,
@@ -34,7 +35,7 @@ from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, Worker
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
-from mega_rl.rollout.remote.fleet.nodes import Nodes
+from mega_rl.rollout.remote.fleet.nodes import Arrival, Nodes
 from mega_rl.rollout.remote.fleet.partial_responses import LEAST_TOKENS
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.fleet.pulses import Pulses
@@ -154,6 +155,8 @@ class RayExecutor:
         for engine, life in to_ask.items():
             if self._lives.get(engine) is life:
                 self._ask(engine, life)
+        for arrival in self._nodes.heard():
+            self._said += self._has_arrived(arrival)
         if self._said:
             said, self._said = self._said, []
             return said
@@ -259,32 +262,36 @@ class RayExecutor:
         self._calls.drop(life)
         if life.processes:
             self._nodes.kill(life.node, life.processes)
+        self._nodes.done(engine)
         if life.loading is not None:
             self._nodes.forget(life.node, life.loading)
         self._places.kill(life.workers)
 
-    def _load(self, decision: Load, life: Life, failed: Any = None) -> list[Event]:
-        """``failed``: Ray's reference to a copy of the weights to the node that failed; one more is asked for."""
-        if decision.version not in self._stored:
+    def _load(self, decision: Load, life: Life) -> list[Event]:
+        stored = self._stored.get(decision.version)
+        if stored is None:
             return self._missed(decision)
         life.loading = decision.version
-        location = self._nodes.location(life.node, decision.version, failed)
-        if isinstance(location, Location):
-            return self._take(decision, [location])
         # A call that Ray holds back for its arguments would hold back all later ones to the engine.
-        then = partial(self._take, decision)
-        again = partial(self._load, decision, life, location) if failed is None else None
-        self._calls.wait(life, "waiting for weights to come to its node", [location], then, again)
-        return []
+        location = self._nodes.location(decision, life.node, stored)
+        return [] if location is None else self._take(decision, location)
 
-    def _take(self, decision: Load, found: list[Location]) -> list[Event]:
+    def _has_arrived(self, arrival: Arrival) -> list[Event]:
+        """There is something to say of weights on their way to an engine's node."""
+        decision = arrival.load
+        if arrival.why is not None:
+            self._calls.drop(self._lives[decision.engine])
+            return [Died(decision.engine, decision.life, arrival.why)]
+        return [Arriving(*decision)] if arrival.location is None else self._take(decision, arrival.location)
+
+    def _take(self, decision: Load, location: Location) -> list[Event]:
         """Have an engine load a version that is on its node, if newer ones have not taken its place meanwhile."""
         stored = self._stored.get(decision.version)  # which the loop's thread changes
         if stored is None:
             return self._missed(decision)
         life = self._lives[decision.engine]
         life.is_held = bool(life.checks.questions(self._work.checks.held(decision.version)))
-        loads = [worker.load.remote(*found, stored.of(rank)) for rank, worker in enumerate(life.workers)]
+        loads = [worker.load.remote(location, stored.of(rank)) for rank, worker in enumerate(life.workers)]
         self._calls.wait(life, "loading weights", loads, partial(self._has_loaded, decision, life))
         return []
 
@@ -292,6 +299,7 @@ class RayExecutor:
         life = self._lives[decision.engine]
         life.loading, life.is_held = None, False
         self._to_ask[decision.engine] = life
+        self._nodes.done(decision.engine)
         return [Missed(*decision, is_torn)]
 
     def _issue(self, decision: Issue, life: Life) -> None:
@@ -339,6 +347,8 @@ class RayExecutor:
 
     def _serves(self, decision: Load, life: Life) -> list[Event]:
         life.loading, life.is_held = None, False
+        self._to_ask[decision.engine] = life
+        self._nodes.done(decision.engine)
         return [Loaded(*decision)]
 
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:

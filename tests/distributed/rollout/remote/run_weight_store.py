@@ -5,6 +5,8 @@ Started by ``test_weight_store.py``. Every rank prints one line ``CHECK <name> <
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -33,7 +35,7 @@ QKV = "model.layers.1.self_attn.qkv_proj."
 class World:
     """The ranks' shards, and a store for engines of so many workers."""
 
-    def __init__(self, engine_size: int, num_here: int, changing: frozenset[str] | None = None) -> None:
+    def __init__(self, engine_size: int, num_here: int | None, changing: frozenset[str] | None = None) -> None:
         self.rank = dist.get_rank()
         layers = range(SHAPE.num_layers)
         self.sources = [megatron_series(SHAPE, ModelChunk(layers, Shard(rank, 2))) for rank in range(2)]
@@ -166,6 +168,20 @@ def host_without_room_is_refused() -> None:
         weight_store.available_bytes = available
 
 
+def nodes_of_several_sizes() -> None:
+    """Rank 1 has a neighbour on a node of its own: where the store is says rank 0's launcher."""
+    given = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + dist.get_rank())
+    try:
+        world = World(2, None)
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = given
+    assert (world.sink.store is not None) == (world.rank == 0), "a store of another node is none of ours"
+    world.put(0)
+    sent = gather_objects(world.transfer_count.bytes_sent)
+    assert sent[0] == 0 < sent[1], sent
+
+
 def main() -> None:
     platform.select("cpu")
     dist.init_process_group("gloo")
@@ -174,7 +190,8 @@ def main() -> None:
             check(f"versions_arrive_{engine_size}_{num_here}", versions_arrive, engine_size, num_here)
     for num_here in (2, 1):
         check(f"only_what_changes_is_written_{num_here}", only_what_changes_is_written, num_here)
-    for body in (every_byte_is_written_once, other_bytes_are_refused, host_without_room_is_refused):
+    bodies = (every_byte_is_written_once, other_bytes_are_refused, host_without_room_is_refused, nodes_of_several_sizes)
+    for body in bodies:
         check(body.__name__, body)
     dist.barrier()
     dist.destroy_process_group()

@@ -20,6 +20,7 @@ CHECKS = (
     "every_byte_is_written_once",
     "other_bytes_are_refused",
     "host_without_room_is_refused",
+    "nodes_of_several_sizes",
 )
 
 

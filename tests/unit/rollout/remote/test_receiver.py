@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 from typing import Any
 
 import pytest
@@ -32,6 +33,20 @@ def test_engines_never_take_the_trainers_devices(device: Any, monkeypatch: pytes
     with pytest.raises(InputError, match=f"{device.visible_devices_variable}.*RAY_ADDRESS"):
         fleet.connected_ray(1)
     assert "RAY_ADDRESS" not in os.environ
+
+
+def test_a_node_that_is_not_in_the_cluster_is_told_how_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun gives rank 0 to any of its nodes."""
+    ray = pytest.importorskip("ray", reason="engines in other processes need Ray: install mega_rl[separate]")
+
+    def init(**_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    with pytest.raises(InputError, match=r"host node7, .*rank 0, is not in .*=auto \(Could not.*`ray start --address"):
+        fleet.connected_ray(1)
 
 
 @pytest.mark.parametrize(

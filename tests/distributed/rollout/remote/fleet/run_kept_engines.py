@@ -35,8 +35,7 @@ from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory
-from tests.pretended.engine_process import PretendedKeptProcess
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import PretendedKeptProcess, sealed
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=4)
