@@ -66,7 +66,11 @@ setup(
     packages=[*find_packages(include=["mega_rl", "mega_rl.*"]), "mega_rl.tools"],
     package_dir={"mega_rl.tools": "tools"},
     entry_points={"console_scripts": ["mega-rl = mega_rl.cli:main"]},
-    package_data={"mega_rl.config.reading": ["*.yaml"], "mega_rl.report": ["*.css", "*.js"]},
+    package_data={
+        "mega_rl.config.reading": ["*.yaml"],
+        "mega_rl.importers": ["defaults/*.yaml"],
+        "mega_rl.report": ["*.css", "*.js"],
+    },
     install_requires=RUNTIME,
     extras_require=EXTRAS,
 )

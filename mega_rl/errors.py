@@ -1,4 +1,4 @@
-"""The error that a user can fix, and the end that a user asked for.
+"""The error that a user can fix, the end that a user asked for, and the end of a run that would not learn.
 
 They stand alone so that no reader of a configuration has to import torch.
 """
@@ -14,6 +14,10 @@ MAX_LISTED = 100  # problems in one error
 
 class InputError(ValueError):
     """Something that a user can fix: one sentence that names the field or the file, and what to do."""
+
+
+class GateFailure(RuntimeError):
+    """A step shows that the run would not learn what it is meant to."""
 
 
 class Stopped(Exception):

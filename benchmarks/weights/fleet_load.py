@@ -12,18 +12,26 @@ from __future__ import annotations
 import argparse
 import pickle
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.report import publish, table
 from benchmarks.weights.plan import QWEN3_235B_A22B
+from mega_rl.bridge.mapping.adapter import adapter_tensors
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.tuning import AdapterPlan
 from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.fleet.relay import NODE_SLOTS
 from mega_rl.models.shape import ModelShape
 from mega_rl.rollout.remote import weight_store
+from mega_rl.rollout.remote.fleet.store_sink import form_of
 from mega_rl.rollout.remote.weight_store import Store, StoreForm
+from mega_rl.rollout.sinks import SentWeights
 
 MIXTURE = QWEN3_235B_A22B.mixture
 assert MIXTURE is not None
@@ -34,6 +42,24 @@ QWEN3_30B_A3B = replace(
     ffn_size=6144,
     num_heads=32,
     mixture=replace(MIXTURE, layers=frozenset(range(48)), ffn_size=768),
+)
+
+LLAMA_70B = ModelShape(
+    family="llama",
+    num_layers=80,
+    hidden_size=8192,
+    ffn_size=28672,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=False,
+    norm_eps=1e-5,
+    rope_theta=5e5,
+    rope_scaling=None,
+    max_position_embeddings=131072,
 )
 
 
@@ -80,6 +106,25 @@ def measured(case: Case) -> dict[str, float]:
     }
 
 
+def moved(way: str, names: Sequence[str] | None) -> list[Any]:
+    """What a version of 70B moves, once the first is there: to a node, and to an engine's worker of TP 8.
+
+    Args:
+        names: projections with adapters of rank 16; None: all weights are trained.
+    """
+    weights = hf_tensors(LLAMA_70B)
+    plan = AdapterPlan({name: 16 for name in weights if name.split(".")[-2] in (names or ())})
+    changing = None if names is None else frozenset(plan.ranks)
+    slots = plan if way == "slots" else None
+    if slots is not None:
+        changing = frozenset(adapter_tensors(LLAMA_70B, slots))
+    sent = SentWeights(LLAMA_70B, torch.bfloat16, 1 << 28, torch.device("cpu"), changing, slots)
+    form = form_of(sent, 8, num_slots=3, salt=1, has_validation=False)
+    parts = [(plan.fixed.num_bytes, plan.slot.num_bytes) for plan in form.plans]
+    fixed, slot = (sum(of_part) / 1e9 for of_part in zip(*parts, strict=True))
+    return [fixed + slot, slot, parts[0][1] / 1e9, fixed + NODE_SLOTS * slot]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small case")
@@ -92,6 +137,17 @@ def main(argv: list[str] | None = None) -> None:
         [name, one["workers"], one["tensors"], one["form_bytes"] / 1e3, one["plan_s"], one["bytes"], one["seconds"]]
         for name, one in found.items()
     ]
+    if not arguments.quick:
+        attention, every = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+        ways = {
+            "all weights": moved("all", None),
+            "adapters of all layers, merged": moved("merged", attention + every),
+            "adapters of attention, merged": moved("merged", attention),
+            "adapters of all layers, in slots": moved("slots", attention + every),
+            "adapters of attention, in slots": moved("slots", attention),
+        }
+        titles = ("70B, TP 8", "first version", "later ones, to a node", "to a worker", "memory of a node")
+        print("GB of bfloat16\n\n" + table(titles, [[name, *figures] for name, figures in ways.items()]) + "\n")
     publish("Loads of one version by a fleet", table(header, rows), "cpu", found, arguments.json)
 
 

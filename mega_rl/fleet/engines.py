@@ -23,7 +23,7 @@ class EngineLimits:
     slots: int = 256  # responses that an engine which does not say how many samples at a time
     progress_s: float = 600.0  # without a step while it has work
     start_s: float = 1800.0  # from the start of its process until it says so
-    load_s: float = 1800.0  # for each load of weights, their way to its node included; it must say something
+    load_s: float = 1800.0  # for a load of weights, from when anything of them last came; it must say something
     restarts: int = 3  # of one engine; after so many it is out of use
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Engine:
     num_steps: int = 0
     since_s: float = 0.0  # when it last showed progress, or was given something to do
     heard_s: float = 0.0  # when it last said anything, or was given something to do
-    load_since_s: float = 0.0  # when it was last told to load weights
+    load_since_s: float = 0.0  # when it was last told to load weights, or more of them came to its node
 
     @property
     def serves(self) -> bool:

@@ -29,6 +29,14 @@ class Loaded(NamedTuple):
     version: int
 
 
+class Arriving(NamedTuple):
+    """More of the weights that the engine was told to load has come to its node."""
+
+    engine: int
+    life: int
+    version: int
+
+
 class Missed(NamedTuple):
     """The weights that the engine was to load are gone, newer ones being there."""
 
@@ -120,6 +128,7 @@ class Ticked(NamedTuple):
 Event = (
     Started
     | Loaded
+    | Arriving
     | Missed
     | Answered
     | Advanced

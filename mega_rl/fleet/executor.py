@@ -37,8 +37,8 @@ class FleetExecutor(Protocol):
         ...
 
     def events(self, wait_s: float) -> list[Event]:
-        """What the engines have said since the last call: ``Started``, ``Loaded``, ``Missed``, ``Answered``,
-        ``Advanced``, ``Pulsed``, ``Died``; waits at most ``wait_s`` seconds for the first.
+        """What the engines have said since the last call: ``Started``, ``Loaded``, ``Arriving``, ``Missed``,
+        ``Answered``, ``Advanced``, ``Pulsed``, ``Died``; waits at most ``wait_s`` seconds for the first.
         """
         ...
 

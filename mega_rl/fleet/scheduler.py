@@ -15,6 +15,7 @@ from typing import Any
 from mega_rl.fleet import events
 from mega_rl.fleet.engines import Condition, Engine, EngineLimits
 from mega_rl.fleet.events import Decision, Event
+from mega_rl.fleet.serving import EngineKind, ServingEngines
 from mega_rl.fleet.step_window import STATE_VERSION, StepWindow
 from mega_rl.fleet.tickets import Rules, held_out, named
 
@@ -36,12 +37,14 @@ class FleetScheduler:
         self._saved: dict[int, dict[int, Any]] = {}  # version -> its steps so far, until ``Commit``
         self._num_alive = len(self.engines)
         self._num_loading: Counter[int] = Counter()  # engines on their way to a version
+        self._serving = ServingEngines()
         self._part_size = max(map(len, rules.parts()))
         self._last_death = "there never was one"
         self._out: list[Decision] = []
         self._of: dict[type, Callable[[Any, float], None]] = {
             events.Started: self._started,
             events.Loaded: self._loaded,
+            events.Arriving: self._arriving,
             events.Missed: self._missed,
             events.Answered: self._answered,
             events.Advanced: self._advanced,
@@ -97,11 +100,17 @@ class FleetScheduler:
             return
         self._stop_loading(engine)
         engine.condition, engine.version, engine.since_s = Condition.SERVING, event.version, now
+        self._serving.note(engine)
         if not self.rules.is_pinned_step(event.version) and event.version < self.window.trained:
             self._load(engine, self.window.trained, now)
         if self.window.is_validating:
             self._bind()
         self._feed(engine, now)
+
+    def _arriving(self, event: events.Arriving, now: float) -> None:
+        engine = self._known(event.engine, event.life)
+        if engine is not None and engine.loading == event.version:
+            engine.load_since_s = now
 
     def _missed(self, event: events.Missed, now: float) -> None:
         engine = self._known(event.engine, event.life)
@@ -110,6 +119,7 @@ class FleetScheduler:
         self._stop_loading(engine)
         if engine.condition is Condition.LOADING or event.is_torn:
             engine.condition, engine.version = Condition.EMPTY, -1
+        self._serving.note(engine)
         if not self.rules.is_pinned:
             self._load(engine, self.window.trained, now)
         self._feed(engine, now)
@@ -126,6 +136,7 @@ class FleetScheduler:
             self._replace(engine, why, now)
             return
         engine.load -= 1
+        self._serving.note(engine)
         engine.since_s = now
         results = self.window.end_sample(event.attempt, event.sample, event.result)
         if results is not None:
@@ -175,6 +186,7 @@ class FleetScheduler:
         self.window.give_up(engine.number)
         self._stop_loading(engine)
         engine.condition, engine.load = Condition.GONE, 0
+        self._serving.note(engine)
         self._num_alive -= 1
 
     def _start(self, engine: Engine, life: int, now: float) -> None:
@@ -287,9 +299,8 @@ class FleetScheduler:
         self._out.append(events.Finish(is_failure, sentence))
 
     def _deal(self, now: float) -> None:
-        """Look at every engine, the one with the least work first."""
-        alive = [engine for engine in self.engines.values() if engine.condition is not Condition.GONE]
-        if not alive:
+        """Look at every engine that can be given something, the one with the least work first."""
+        if not self._num_alive:
             self._end(
                 True,
                 f"no rollout engine is left ({self._last_death}): start the run again and it goes on from its last "
@@ -297,8 +308,17 @@ class FleetScheduler:
             )
             return
         self._bind()
-        for engine in sorted(alive, key=lambda e: (e.load, e.number)):
-            self._feed(engine, now)
+        for engine in self._serving.each(self._can_take):
+            self._feed(self.engines[engine], now)
+
+    def _can_take(self, kind: EngineKind, load: int) -> bool:
+        """Whether ``_feed`` changes anything for a serving engine with so many responses under way."""
+        if kind.bound is not None:
+            return not load or not self.window.num_waiting_for(kind.bound)
+        if not load and self._wanted(kind.version, kind.bound) != kind.version:
+            return True
+        head = self.window.head(kind.version)
+        return head is not None and load < self._share() and (not load or load + head[1] <= kind.slots)
 
     def _bind(self) -> None:
         """See that the oldest version that waits is served by somebody, though all have other work.
@@ -310,11 +330,10 @@ class FleetScheduler:
             return
         version, number = waiting[0]
         wanted = 1 if version >= 0 else math.ceil(number / self._share())
-        alive = [engine for engine in self.engines.values() if engine.condition is not Condition.GONE]
-        wanted -= sum(engine.next_version == version for engine in alive)
-        others = [engine for engine in alive if engine.serves and engine.next_version != version]
-        for engine in sorted(others, key=lambda e: (e.load, e.number))[: max(0, wanted)]:
-            engine.bound = version
+        wanted -= self._num_loading[version] + self._serving.num_heading_for(version)
+        for number in self._serving.not_heading_for(version, wanted):
+            self.engines[number].bound = version
+            self._serving.note(self.engines[number])
 
     def _share(self) -> float:
         """Samples per engine, if all had equally many; at least one part of a group."""
@@ -324,6 +343,7 @@ class FleetScheduler:
         """Give an engine what it should do now: work for its weights, or other weights."""
         if engine.bound is not None and not self.window.num_waiting_for(engine.bound):
             engine.bound = None
+            self._serving.note(engine)
         if engine.serves and engine.bound is None:
             share = self._share()
             while engine.load < share and (head := self.window.head(engine.version)) is not None:
@@ -331,7 +351,7 @@ class FleetScheduler:
                     break
                 self._issue(engine, now)
         if engine.load == 0 and (engine.serves or engine.condition is Condition.EMPTY):
-            version = self._wanted(engine)
+            version = self._wanted(engine.version, engine.bound)
             if version != engine.version:
                 self._load(engine, version, now)
 
@@ -340,18 +360,19 @@ class FleetScheduler:
         if not engine.load:
             engine.since_s = now
         engine.load += len(samples)
+        self._serving.note(engine)
         self._out.append(events.Issue(engine.number, engine.life, key, samples, attempt, prefixes))
 
-    def _wanted(self, engine: Engine) -> int:
+    def _wanted(self, present: int, bound: int | None) -> int:
         """The weights for an engine without work: the oldest that wait and that too few others are on their way to."""
         newest = self.window.trained
-        if engine.bound is not None:
-            return engine.bound
+        if bound is not None:
+            return bound
         share = self._share()
         for version, number in self.window.waiting():
             if self.rules.is_pinned_step(version) and self._num_loading[version] * share < number:
                 return version
-        return engine.version if engine.version >= 0 and self.rules.is_pinned else newest
+        return present if present >= 0 and self.rules.is_pinned else newest
 
     def _load(self, engine: Engine, version: int, now: float) -> None:
         engine.loading, engine.bound = version, None
@@ -359,6 +380,7 @@ class FleetScheduler:
         self._num_loading[version] += 1
         if engine.condition is Condition.EMPTY:
             engine.condition = Condition.LOADING
+        self._serving.note(engine)
         self._out.append(events.Load(engine.number, engine.life, version))
 
     def _stop_loading(self, engine: Engine) -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from mega_rl.config.checks.rules import RULES as RULES_OF_KEYS
 from mega_rl.config.reading.tables import NEIGHBOURS, Entry, reason, table
 from mega_rl.config.reading.typed import is_nullable, leaf_names, leaves, not_null
 from mega_rl.errors import shown
+from mega_rl.importers.draft.defaults import NAMED, default_of, defaults
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.reading import Given
-from mega_rl.importers.rules import areal, hf, openrlhf, verl
+from mega_rl.importers.rules import areal, hf, hf_learned, openrlhf, verl
 
+PROGRAMS: dict[str, Callable[[Draft], str]] = {
+    "verl": verl.program,
+    "trl": hf_learned.trl_program,
+    "llamafactory": hf_learned.llamafactory_program,
+    "areal": areal.program,
+    "openrlhf": openrlhf.program,
+}
 RULES: dict[str, dict[str, Rule]] = {
     "verl": verl.RULES,
     "trl": hf.TRL_RULES,
@@ -19,7 +29,9 @@ RULES: dict[str, dict[str, Rule]] = {
     "areal": areal.RULES,
     "openrlhf": openrlhf.RULES,
 }
-assert RULES.keys() == NEIGHBOURS.keys()
+assert RULES.keys() == PROGRAMS.keys() == NEIGHBOURS.keys()
+NO_LIMIT = {"checkpoint.keep_checkpoints": 0, "data.max_val_samples": None}
+FIRST = "stage"  # the rule that says what is run, on which the meaning of other keys depends
 
 
 def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Draft:
@@ -42,12 +54,17 @@ def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Dra
             draft.note(key, "same", reason(entry))
             continue
         draft.note(key, "none", f"its value needs {cause}, which the text does not set: give it with --set NAME=VALUE")
-    entries = {key: draft.table.find(key) for key in [*draft.table.defaults, *given.values]}
+    draft.defaults = defaults(neighbour, PROGRAMS[neighbour](draft), given.values)
+    rules[FIRST](draft)
+    entries = {key: draft.table.find(key) for key in given.values}
+    for key in draft.defaults.keys() - entries.keys():
+        _apply_default(draft, key, draft.table.entries[key])
     for key, entry in entries.items():
         if entry is not None and key not in given.unresolved and entry.kind != "rules":
             _apply(draft, key, entry)
-    for rule in rules.values():
-        rule(draft)
+    for name, rule in rules.items():
+        if name != FIRST:
+            rule(draft)
     if "trainer.total_steps" in draft.result and draft.result.pop("trainer.total_epochs", None) is not None:
         for key in ("trainer.total_epochs", "total_train_epochs"):
             draft.outcomes.pop(key, None)
@@ -66,12 +83,23 @@ def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Dra
     return draft
 
 
+def _apply_default(draft: Draft, key: str, entry: Entry) -> None:
+    """What holds there without being given is set here, unless it holds here too."""
+    ours = next(iter(entry.to), "")
+    value = _unlimited(ours, draft.defaults[key])
+    if entry.kind != "set" or value is None or ours.startswith(NAMED) or ours in draft.result:
+        return
+    value = entry.words.get(value, value) if entry.words else value
+    if value != default_of(ours):
+        draft.set(ours, value)
+
+
 def _apply(draft: Draft, key: str, entry: Entry) -> None:
     value = draft.get(key)
     if entry.kind == "same":
         draft.note(key, "same", reason(entry))
     elif entry.kind == "none":
-        is_off = _is_among(value, entry.off)
+        is_off = value is None or _is_among(value, entry.off) or _is_off(draft, key, entry, value)
         text = reason(entry)
         draft.note(key, "same" if is_off else "none", "as it is here" if is_off else text)
     elif entry.kind == "passed":
@@ -82,13 +110,22 @@ def _apply(draft: Draft, key: str, entry: Entry) -> None:
             draft.set(entry.to[0], entry.words[value], [key])
         else:
             draft.lack([key], "other_word", f"{shown(value)}; there are {', '.join(map(str, entry.words))}")
-    elif value is None:
+    elif (value := _unlimited(entry.to[0], value)) is None:
         draft.note(key, "same", "not set, so that our default holds")
     elif is_number_key(entry.to[0]) and not is_number(value):
         draft.lack([key], "other_word", f"{shown(value)}, where a number is expected")
+    elif is_number_key(entry.to[0]) and (rule := RULES_OF_KEYS.get(entry.to[0])) and not rule.holds(value):
+        draft.lack([key], "other_word", f"{shown(value)}; {entry.to[0]} is {rule.expected}")
     else:
         is_list = entry.to[0] in ("data.train_files", "data.val_files", "rollout.stop", "rollout.stop_token_ids")
         draft.set(entry.to[0], [value] if is_list and not isinstance(value, list) else value, [key])
+
+
+def _unlimited(ours: str, value: Any) -> Any:
+    """The word of ours for a limit that is not there, which is null or -1 in theirs."""
+    if ours in NO_LIMIT and (value is None or (is_number(value) and value < 0)):
+        return NO_LIMIT[ours]
+    return value
 
 
 def is_number(value: Any) -> bool:
@@ -107,6 +144,11 @@ def is_number_key(ours: str) -> bool:
 
 def _is_among(value: Any, off: tuple[Any, ...]) -> bool:
     return any(value == wanted and isinstance(value, bool) == isinstance(wanted, bool) for wanted in off)
+
+
+def _is_off(draft: Draft, key: str, entry: Entry, value: Any) -> bool:
+    """False is off where their default is not true; an empty list or section is."""
+    return value in ([], {}, "") or (value is False and True not in entry.off and draft.defaults.get(key) is not True)
 
 
 def _set_passed(draft: Draft, key: str, ours: str, value: Any) -> None:

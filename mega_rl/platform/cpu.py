@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from platform import machine
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ class CpuPlatform:
 
     def set_device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
+
+    def device_kind(self, local_rank: int) -> str:
+        return f"{machine()} {torch.backends.cpu.get_cpu_capability()}"
 
     def synchronize(self) -> None:
         pass

@@ -196,6 +196,10 @@ class CudaPlatform:
         self._device = device
         return device
 
+    def device_kind(self, local_rank: int) -> str:
+        major, minor = torch.cuda.get_device_capability(local_rank)
+        return f"{torch.cuda.get_device_name(local_rank)} {major}.{minor}"
+
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 

@@ -99,6 +99,9 @@ class NpuPlatform:
         self._device = local_rank
         return torch.device("npu", local_rank)
 
+    def device_kind(self, local_rank: int) -> str:
+        return str(_torch_npu().get_device_name(local_rank))
+
     def synchronize(self) -> None:
         _torch_npu().synchronize()
 

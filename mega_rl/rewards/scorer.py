@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -59,6 +59,17 @@ class Scorer:
         self.rewards, self.pool, self.collective = rewards, pool, collective
         self._pictures = pictures if pictures is not None and pool is not None and pool.takes_images else {}
         self._lent = Lent()
+        self._of_nodes: Pool | None = None
+        self._closing: list[Callable[[], None]] = []
+
+    def share(self, of_nodes: Pool) -> None:
+        """Have ``start`` use the workers of other nodes besides: a pool of which this scorer's is one."""
+        self._of_nodes = of_nodes
+        self.on_close(of_nodes.close)
+
+    def on_close(self, function: Callable[[], None]) -> None:
+        """Call it with ``close``."""
+        self._closing.append(function)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, in order; a trajectory of which any reward is unknown scores NaN.
@@ -97,7 +108,10 @@ class Scorer:
             except InputError as error:
                 result.set_exception(error)
 
-        self.pool.submit([pack(self._sample(trajectory))]).add_done_callback(finish)
+        # Temporary files of pictures are on this node.
+        is_bound = any(isinstance(one.source, bytes) for one in self._seen(trajectory))
+        pool = self.pool if self._of_nodes is None or is_bound else self._of_nodes
+        pool.submit([pack(self._sample(trajectory))]).add_done_callback(finish)
         return result
 
     def _sample(self, trajectory: Trajectory) -> Sample:
@@ -133,6 +147,8 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers, or this process's connection to them."""
+        for function in self._closing:
+            function()
         if self.pool is not None:
             self.pool.close()
         self._lent.close()

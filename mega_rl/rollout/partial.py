@@ -18,7 +18,7 @@ class ResponsePiece(NamedTuple):
     first: int  # tokens that it has told of before
     token_ids: bytes  # int32
     logprobs: bytes  # nats, float32
-    spans: tuple[Span, ...]  # of all tokens that this engine has sampled of the response
+    spans: tuple[tuple[int, int], ...]  # start and version: of all tokens that it has sampled of the response
 
     @property
     def num_tokens(self) -> int:
@@ -28,7 +28,7 @@ class ResponsePiece(NamedTuple):
 def piece_of(first: int, token_ids: Sequence[int], logprobs: Sequence[float], spans: tuple[Span, ...]) -> ResponsePiece:
     """The tokens from ``first`` on, of all that an engine has sampled of a response."""
     ids, values = np.array(token_ids[first:], np.int32), np.array(logprobs[first:], np.float32)
-    return ResponsePiece(first, ids.tobytes(), values.tobytes(), spans)
+    return ResponsePiece(first, ids.tobytes(), values.tobytes(), tuple((span.start, span.version) for span in spans))
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class PartialResponse:
     def newest_version(self) -> int:
         """Of the weights that sampled its last tokens; -1 if it has none."""
         if self.pieces:
-            return self.pieces[-1].spans[-1].version
+            return self.pieces[-1].spans[-1][1]
         return -1 if self.tail is None else self.tail.newest_version
 
     def grown(self, piece: ResponsePiece) -> PartialResponse:
         """With what its engine says next."""
-        told = sum(one.num_tokens for one in self.pieces)
+        told = self.pieces[-1].first + self.pieces[-1].num_tokens if self.pieces else 0
         assert piece.first == told, f"tokens from {piece.first} on, where {told} are known"
-        return replace(self, pieces=(*self.pieces, piece))
+        return PartialResponse(self.prompt, self.sample_index, self.tail, (*self.pieces, piece))
 
     def trajectory(self) -> Trajectory | None:
         """The tail that a ``Request`` goes on from; None: it has no token. It has no text."""
@@ -80,4 +80,5 @@ class PartialResponse:
             finish_reason=TAKEN_OUT,
             version=self.newest_version,
         )
-        return joined(self.tail, replace(found, spans=self.pieces[-1].spans), lambda token_ids: "")
+        spans = tuple(Span(start, version) for start, version in self.pieces[-1].spans)
+        return joined(self.tail, replace(found, spans=spans), lambda token_ids: "")

@@ -31,22 +31,8 @@ class Probed(Protocol):
 
 
 def probe_prompt(vocab_size: int) -> tuple[int, ...]:
-    """A prompt for ``measured_temperatures``: a few tokens that are ordinary ones in usual vocabularies."""
+    """A prompt for ``measured_temperature``: a few tokens that are ordinary ones in usual vocabularies."""
     return tuple(token % vocab_size for token in range(64, 68))
-
-
-def measured_temperatures(
-    engine: Probed, prompt_ids: Sequence[int], temperature: float = PROBE_TEMPERATURE
-) -> list[float | None]:
-    """For every engine the temperature that its log-probabilities show when it is asked to sample at ``temperature``.
-
-    Returns:
-        About ``temperature`` if they are what is sampled from, 1.0 if they are raw; None if the model is so flat that
-        there is no telling.
-    """
-    assert temperature != 1.0, "raw and processed log-probabilities are the same at 1"
-    plain, heated = (engine.first_logprobs(prompt_ids, t) for t in (1.0, temperature))
-    return [measured_temperature(*pair) for pair in zip(plain, heated, strict=True)]
 
 
 def measured_temperature(plain: Mapping[int, float], heated: Mapping[int, float]) -> float | None:
@@ -56,7 +42,8 @@ def measured_temperature(plain: Mapping[int, float], heated: Mapping[int, float]
         plain, heated: by token, nats; the tokens in both count.
 
     Returns:
-        None if the plain ones are all alike; NaN if they are not finite or the other ones are all alike.
+        About the temperature that was asked for if they are what is sampled from, 1.0 if they are raw. None if the
+        plain ones are all alike; NaN if they are not finite or the other ones are all alike.
     """
     tokens = [token for token in plain if token in heated]
     pairs = [(plain[token], heated[token]) for token in tokens]

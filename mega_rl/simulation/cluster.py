@@ -23,7 +23,7 @@ from mega_rl.observe.timeline import Activity
 from mega_rl.simulation.lengths import Lengths
 
 NEVER = float("inf")
-TELL_S = 30.0  # between two words of an engine on what it has of its responses
+TELL_S = 10.0  # between two words of an engine on what it has of its responses
 MOST_DEATHS = 100  # of an engine, on average, before the next step is trained
 
 

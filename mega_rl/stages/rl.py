@@ -18,7 +18,7 @@ from mega_rl.stages.sampling.validation import Validator
 from mega_rl.stages.score.scorer_of import scorer_of
 from mega_rl.stages.score.scoring import RewardWatch
 from mega_rl.stages.weights.behaviour import behaviour_policy, noise_of
-from mega_rl.stages.weights.engine_probe import EngineProbe
+from mega_rl.stages.weights.engine_probe import Rounding
 from mega_rl.stages.weights.export import export_trained
 
 
@@ -40,9 +40,9 @@ def train(job: SamplingJob) -> None:
     actor = trainer.actor(job, trainer.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = trainer.reference(job, actor)
-    builder, sync = sampling(job, actor, noise, prompts, scorer, total_steps, held_out)
+    builder, sync, probe = sampling(job, actor, noise, prompts, scorer, total_steps, held_out)
     validator = Validator(job, held_out, sync, builder, scorer)
-    probe = EngineProbe(builder.probed, job.engine_layout, job.shape.vocab_size, config, job.say)
+    rounding = Rounding(config, job.say)
     learner = learning.Learner(job, actor, reference, open_critic(job, actor, total_steps))
     watch = RewardWatch(job.say)
     state = progress.resume(job.checkpoint, job.memory, actor, builder, job.say)
@@ -56,6 +56,7 @@ def train(job: SamplingJob) -> None:
             with job.step(step + 1):
                 with timers("sync"):
                     pushed = sync.push(version=step)
+                rounding.tell(pushed)
                 probe.check(pushed)
                 with timers("generate"):
                     batch = builder.build(step)

@@ -26,6 +26,13 @@ from tools import train
 TRANSPORT = ("/torch/", "/mega_rl/parallel/", "/contextlib.py", "/counted_collectives.py")
 
 
+# Of functions that write checkpoints, ours and Megatron's, and of the validation: not in every step.
+SELDOM = ("saving.", "checkpoint.", "validation.", "state_dict_saver.", "evaluate.")
+
+
+MOST_OBJECTS = 4  # collectives on objects in a step after the first, checkpoints and validations left out
+
+
 class Asked(NamedTuple):
     """What one function asked of the default group in one step."""
 
@@ -80,6 +87,11 @@ def read(log: Path) -> dict[int, dict[str, Asked]]:
     for (step, caller), of_ranks in counts.items():
         found[step][caller] = Asked(max(of_ranks.values()), sizes[step, caller])
     return dict(found)
+
+
+def of_every_step(step: Mapping[str, Asked]) -> dict[str, Asked]:
+    """Without what only checkpoints and validations ask for."""
+    return {caller: asked for caller, asked in step.items() if not caller.startswith(SELDOM)}
 
 
 def total(step: Mapping[str, Asked]) -> int:

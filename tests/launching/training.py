@@ -19,6 +19,7 @@ import psutil
 from tests.launching.launch import LIMIT_S, REPO, TRAINER, Launched, alive, ranks, started, torchrun_command
 
 TRAIN = REPO / "tools" / "train.py"
+COUNTED = REPO / "tests" / "launching" / "counted_collectives.py"
 HELD = REPO / "tests" / "distributed" / "stages" / "run" / "run_held.py"
 STRUCK = REPO / "tests" / "distributed" / "stages" / "run" / "run_struck_stage.py"
 # What differs between two runs of the same computation.
@@ -132,12 +133,16 @@ def copies(
     timeout: float = LIMIT_S,
     modules: tuple[str, ...] = TRAINER,
     struck_after: int | None = None,
+    counted: Path | None = None,
 ) -> Launched:
     """``train`` in copies of a warm process (``ranks``); all of them are killed in the step after ``struck_after``.
 
     For every run that is not the first of its kind: what ``train`` shows of starts and ends is shown once.
+    ``counted``: the log in which ``counted_collectives`` writes down what the ranks ask of each other.
     """
     script, first = (TRAIN, ()) if struck_after is None else (STRUCK, (struck_after,))
+    if counted is not None:
+        script, first = COUNTED, (counted,)
     arguments = (*first, "--config", config, f"trainer.output_dir={output_dir}", *overrides)
     return ranks(script, *arguments, nproc=nproc, timeout=timeout, modules=modules)
 

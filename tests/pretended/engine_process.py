@@ -6,21 +6,27 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from mega_rl.bridge.files.huggingface import HFReader
+from mega_rl.bridge.series import Series, slices_of
+from mega_rl.bridge.slices import Slice, whole_box
 from mega_rl.parallel.joint_group import MeetingPoint
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import StoreForm
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
+from tests.distributed.bridge.test_bridge_execute import local_parameters
 from tests.launching.training import STRUCK_LOG as LOG
 from tests.models.vision_models import MERGE, PATCH
-from tests.pretended.tokens import Response
+from tests.pretended.tokens import Response, first_logprobs
 
 PAUSE = ".pause"  # of a file beside the log: as long as it is there, engines make no step
 
@@ -30,6 +36,19 @@ def digest(parameters: Mapping[str, torch.Tensor]) -> int:
     for tensor in parameters.values():
         found = zlib.crc32(tensor.numpy().tobytes(), found)
     return found
+
+
+_STAMPS = count(2, 2)
+
+
+def sealed(store: Store, version: int) -> StoredVersion:
+    """What lies in the store's parameters as a version that is whole."""
+    parameters = [store.parameters(worker, version) for worker in range(len(store.form.workers))]
+    hashes = [
+        (plan.fixed.hashes_of(of_worker, store.form.salt), plan.slot.hashes_of(of_worker, store.form.salt))
+        for plan, of_worker in zip(store.form.plans, parameters, strict=True)
+    ]
+    return store.seal(version, next(_STAMPS), hashes)
 
 
 class PretendedEngine:
@@ -75,8 +94,14 @@ class PretendedEngine:
         write(self.live)
         self._version, self._digest = version, digest(self.live)
 
+    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return [first_logprobs(self._digest, prompt_ids, temperature)]
+
     def abandon(self) -> None:
         self._under_way.clear()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self.live
 
 
 class PretendedProcess(EngineProcess):
@@ -89,7 +114,19 @@ class PretendedProcess(EngineProcess):
         is_pinned = spec.rollout.mode == "pinned"
         engine = PretendedEngine(self.step_s, self._shown, is_pinned)
         self._engine = self._sampler = engine  # type: ignore[assignment]
+        self._model_path = "" if spec.rollout.vllm.get("load_format") == "dummy" else spec.model_path
         return self.engine.num_slots
+
+    def inspect(self, function: Callable[..., Any], written: Sequence[Series], *arguments: Any) -> Any:
+        """As if ``written`` had been loaded at the start."""
+        assert self._model_path, "an engine that loads nothing is asked what it has loaded"
+        self.engine.live = self.loaded(slices_of(written), *arguments)  # type: ignore[attr-defined]
+        return super().inspect(function, written, *arguments)
+
+    def loaded(self, slices: list[Slice], dtype: torch.dtype, *_: Any) -> dict[str, torch.Tensor]:
+        reader = HFReader(self._model_path)
+        model = {piece.hf_name: reader.read(piece.hf_name, whole_box(reader.shape(piece.hf_name))) for piece in slices}
+        return local_parameters(slices, {name: tensor.to(dtype) for name, tensor in model.items()}, dtype)
 
     def attach(self, form: StoreForm) -> None:
         super().attach(form)
@@ -104,5 +141,5 @@ class PretendedKeptProcess(PretendedProcess, KeptEngine):
 
     def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
         num_slots = super().start(spec, tensor_rank, point)
-        self._digest = kept_engine.digest(spec)
+        self._started_as = kept_engine.digest(spec)
         return num_slots

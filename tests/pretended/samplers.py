@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mega_rl.rollout.engine import Request
 from mega_rl.types import Trajectory
-from tests.pretended.tokens import Response
+from tests.pretended.tokens import Response, first_logprobs
 
 LETTERS = [*range(35, 90)]  # of a byte-level vocabulary behind three special tokens
 Weights = Callable[[int], object]  # version -> what tells its weights from others
@@ -48,7 +48,7 @@ class Modelless:
         return answered(request, [1], [0.0], "", self.weight_version)
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return []
+        return [first_logprobs(self.weight_version, prompt_ids, temperature)]
 
     def abandon(self) -> None:
         self._under_way = []

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.fleet import events
-from mega_rl.fleet.executor import Requests
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.remote import placement
-from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases, partial_responses, ray_executor
 from mega_rl.rollout.remote.fleet.calls import Life
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
+from mega_rl.rollout.remote.load_checks import LoadChecks
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
 from mega_rl.stages.sampling import fleet_batches, sampling
 from mega_rl.stages.sampling.batch_builder import Batch
@@ -60,16 +59,11 @@ class WatchedExecutor(RayExecutor):
         write("Placed", engine=engine, life=life.number, processes=life.processes, node=life.node)
         return said
 
-    def _load(self, decision: events.Load, life: Life, failed: Any = None) -> list[events.Event]:
-        if failed is not None:
-            write("Copied again", engine=decision.engine, version=decision.version, node=life.node)
-        return super()._load(decision, life, failed)
-
-    def _take(self, decision: events.Load, found: list[Location]) -> list[events.Event]:
+    def _take(self, decision: events.Load, location: Location) -> list[events.Event]:
         """``store``: the process whose memory the engine takes weights from."""
         life = self._lives[decision.engine]
-        write("Taken", engine=decision.engine, version=decision.version, node=life.node, store=found[0].process)
-        return super()._take(decision, found)
+        write("Taken", engine=decision.engine, version=decision.version, node=life.node, store=location.process)
+        return super()._take(decision, location)
 
 
 class PatientExecutor(RayExecutor):
@@ -142,15 +136,15 @@ class WatchedScheduler(FleetScheduler):
 
 
 def calm_executor(
-    spec: EngineSpec,
+    checks: LoadChecks,
     num_engines: int,
-    requests: Requests,
+    work: Work,
     store: Store,
     stored: Mapping[int, StoredVersion],
     *_: object,
 ) -> PretendedExecutor:
     """Engines of this process that have the tokens of ``PretendedProcess``, in the place of a ``RayExecutor``."""
-    return PretendedExecutor(requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
+    return PretendedExecutor(work.requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
 
 
 def hold(steps: Sequence[int]) -> None:

@@ -5,12 +5,15 @@ So runs have the same tokens only if every token was sampled with the same weigh
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.temperature_probe import PROBE_TEMPERATURE, Probed, measured_temperature
 from mega_rl.types import ASSISTANT, PROMPT, Span, Trajectory, TurnSpan
 
 FIRST_ID = 4  # of ten tokens of any model
@@ -22,6 +25,19 @@ def number(*parts: object) -> int:
 
 def length(request: Request) -> int:
     return 2 + number(request.seed, "length") % (request.max_tokens - 1)
+
+
+def first_logprobs(weights: object, prompt_ids: Sequence[int], temperature: float) -> dict[int, float]:
+    """What an engine with these weights finds of the ten tokens after a prompt when it samples at this temperature."""
+    scores = [number(weights, tuple(prompt_ids), token) % 97 / 20 / temperature for token in range(10)]
+    total = math.log(sum(map(math.exp, scores)))
+    return {FIRST_ID + token: score - total for token, score in enumerate(scores)}
+
+
+def measured_temperatures(engines: Probed, prompt_ids: Sequence[int]) -> list[float | None]:
+    """What the log-probabilities of each of some engines show that are asked to sample at ``PROBE_TEMPERATURE``."""
+    plain, heated = (engines.first_logprobs(prompt_ids, temperature) for temperature in (1.0, PROBE_TEMPERATURE))
+    return [measured_temperature(*pair) for pair in zip(plain, heated, strict=True)]
 
 
 @dataclass

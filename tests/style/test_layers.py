@@ -62,8 +62,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "stages": (
         ("stages.run",),
-        ("stages.learn",),
-        ("stages.weights",),
+        ("stages.learn", "stages.weights"),
         ("stages.models",),
         ("stages.offline", "stages.score"),
         ("stages.sampling",),

@@ -96,12 +96,11 @@ class SimulatedQuantization:
         format_name: a key of ``FORMATS``.
         shapes: HF name -> full shape, of the whole model.
         roles: HF name -> role, of the whole model.
-        sources: what every rank holds, by rank.
-        rank: this process in ``sources``.
+        held: what this rank holds.
         device: where the group's collectives take tensors.
 
     Raises:
-        InputError: tensor parallelism cuts a weight inside a block.
+        InputError: tensor parallelism cuts a weight of this rank inside a block.
     """
 
     def __init__(
@@ -109,16 +108,15 @@ class SimulatedQuantization:
         format_name: str,
         shapes: Mapping[str, tuple[int, ...]],
         roles: Mapping[str, str],
-        sources: Sequence[Sequence[Slice]],
-        rank: int,
+        held: Sequence[Slice],
         device: torch.device,
     ) -> None:
         self.format_name, self.device = format_name, device
         self.block, _ = FORMATS[format_name]
         self.widths = {name: shapes[name][-1] for name, role in roles.items() if role == QUANTIZED_ROLE}
-        for piece in (piece for slices in sources for piece in slices if piece.hf_name in self.widths):
+        self.own = [piece for piece in held if piece.hf_name in self.widths]
+        for piece in self.own:
             self._check(piece)
-        self.own = [piece for piece in sources[rank] if piece.hf_name in self.widths]
 
     def _check(self, piece: Slice) -> None:
         width, columns = self.widths[piece.hf_name], piece.hf_box[-1]

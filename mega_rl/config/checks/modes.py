@@ -7,6 +7,18 @@ from collections.abc import Iterator
 from mega_rl.config.schema.sections import RunConfig
 
 ASYNCHRONOUS = ("pinned", "in_flight")
+# Why rollout.batch_invariant cannot be had on a device, by torch's name of it.
+NOT_INVARIANT = {
+    "cpu": "vLLM has no such kernels for a CPU, where log-probabilities agree to about 1e-5 in batches of any size",
+    "npu": "vllm-ascend has no such kernels",
+}
+
+
+def not_invariant(device_type: str) -> str | None:
+    """A sentence if ``rollout.batch_invariant`` cannot be had on a device."""
+    if (why := NOT_INVARIANT.get(device_type)) is None:
+        return None
+    return f"rollout.batch_invariant is True, but {why}: set it to false"
 
 
 def mode_problems(config: RunConfig) -> Iterator[str]:
@@ -17,6 +29,13 @@ def mode_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.kv_on_update is 'keep', but with rollout.mode {mode!r} no response is under way when new weights "
             "come: remove it, or set rollout.mode to in_flight"
+        )
+    if rollout.batch_invariant and (problem := not_invariant(config.platform.name)) is not None:
+        yield problem
+    if rollout.batch_invariant and rollout.seeds == "engine" and mode != "pinned":  # which says it itself
+        yield (
+            "rollout.batch_invariant is True, but with rollout.seeds 'engine' a response depends on those beside it: "
+            "set rollout.seeds to request"
         )
     if mode not in ASYNCHRONOUS:
         if mode == "synchronous" and eta > 0:

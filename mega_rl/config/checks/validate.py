@@ -196,7 +196,7 @@ def _optimizer(found: _Problems) -> None:
         and optimizer.warmup_steps > total
     ):
         found.add(
-            f"optimizer.warmup_steps is {optimizer.warmup_steps}: set it to at most the {total} optimizer steps of "
+            f"optimizer.warmup_steps is {optimizer.warmup_steps:g}: set it to at most the {total} optimizer steps of "
             f"trainer.total_steps{' after critic.warmup_steps' if alone else ''}"
         )
     if not found.good("optimizer.schedule", "optimizer.warmup_steps", "optimizer.decay_steps", "trainer.total_steps"):
@@ -206,7 +206,7 @@ def _optimizer(found: _Problems) -> None:
         fix = "give a number of steps" if optimizer.schedule == "wsd" else "leave it null, or use wsd"
         found.add(f"optimizer.decay_steps is {_shown(decay)} with optimizer.schedule {optimizer.schedule!r}: {fix}")
     elif decay is not None and total is not None:
-        room = total - optimizer.warmup_steps
+        room = total - optimizer.num_warmup_steps(total)
         if room < decay:
             found.add(f"optimizer.decay_steps is {decay}: set it to at most the {room} steps after the warm-up")
 

@@ -37,7 +37,6 @@ class Table:
 
     name: str
     entries: dict[str, Entry]
-    defaults: dict[str, Any]  # their defaults, where these differ from ours
     aliases: dict[str, str]  # earlier names of their keys
     metrics: dict[str, str]  # their name of a metric -> ours
 
@@ -79,7 +78,6 @@ def table(name: str) -> Table:
     return Table(
         name,
         {entry.pattern: entry for entry in entries},
-        tree.get("defaults") or {},
         tree.get("aliases") or {},
         tree["metrics"],
     )

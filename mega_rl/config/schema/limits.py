@@ -89,6 +89,13 @@ def step_interval() -> Rule:
     return Rule(lambda value: value == -1 or (_is_number(value) and 1 <= value <= MANY), expected)
 
 
+def count_or_share() -> Rule:
+    def holds(value: Any) -> bool:
+        return _is_number(value) and (0 <= value < 1 or (value <= MANY and float(value).is_integer() and value > 0))
+
+    return Rule(holds, "a whole number >= 0, or a share of the run that is below 1")
+
+
 def text() -> Rule:
     return Rule(lambda value: isinstance(value, str) and bool(value.strip()), "a string that is not empty")
 

@@ -73,6 +73,9 @@ class RolloutConfig:
     # request: each response has a seed of its own and is the same in every batch and layout | engine: the engine draws
     # for all responses of a batch at once, which is faster with vLLM below 0.32 and on Ascend
     seeds: Literal["request", "engine"] = "request"
+    # CUDA only: vLLM's kernels whose results do not depend on what else is in a batch, so that a response that is
+    # sampled again has the same tokens; slower (docs/asynchronous.md)
+    batch_invariant: bool = False
     # live: write new weights into the engine's parameters in place | reload: send whole tensors through vLLM's loader |
     # auto: live if every engine parameter can be written in place, else reload
     weight_update: Literal["auto", "live", "reload"] = "auto"

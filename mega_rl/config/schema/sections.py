@@ -8,6 +8,7 @@ such a word against it. ``null`` is ``None`` in YAML. Within a section the keys 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -39,6 +40,7 @@ from mega_rl.config.schema.limits import (
     Weight,
     above,
     between,
+    count_or_share,
     one_of_or_own,
     two_texts,
 )
@@ -154,7 +156,8 @@ class OptimizerConfig:
     min_lr: LearningRate = 0.0  # learning rate at the end of cosine, linear and wsd
     # How the learning rate goes on after the warm-up; wsd: constant, then down within decay_steps, which it needs.
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
-    warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from 0 to lr
+    # optimizer steps in which the learning rate rises from 0 to lr; below 1: this share of the run's, rounded up
+    warmup_steps: Annotated[float, count_or_share()] = 0
     # wsd only: the last optimizer steps of the run, over which lr falls to min_lr
     decay_steps: PositiveInt | None = None
     weight_decay: Annotated[float, between(0, 100)] = 0.01  # AdamW's weight decay; norms and biases have none
@@ -163,6 +166,10 @@ class OptimizerConfig:
     beta1: Fraction = 0.9  # decay of Adam's mean of gradients
     beta2: Fraction = 0.95  # decay of Adam's mean of squared gradients
     eps: Annotated[float, above(0, 1)] = 1e-8  # Adam's epsilon
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """The optimizer steps of the warm-up in a run of so many."""
+        return math.ceil(self.warmup_steps * (total_steps if self.warmup_steps < 1 else 1))
 
 
 @dataclass

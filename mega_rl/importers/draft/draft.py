@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mega_rl.config.reading.tables import Table, reasons
-from mega_rl.errors import InputError, shown
+from mega_rl.errors import shown
 from mega_rl.importers.draft.reading import Given
 
 Became = Literal["mapped", "same", "none", "unknown"]
 Stage = Literal["rl", "pt", "sft", "rm", "dpo", "kto"]
+ONLY_RL = ("rollout.", "algorithm.", "aqn.", "critic.", "validation.n", "validation.temperature")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Draft:
     table: Table
     given: Given
     num_devices: int | None  # the user's word; None: what their configuration says
+    defaults: dict[str, Any] = field(default_factory=dict)  # dotted key of theirs -> what holds where none is given
     stage: Stage = "rl"
     result: dict[str, Any] = field(default_factory=dict)  # dotted key of ours -> value
     outcomes: dict[str, KeyOutcome] = field(default_factory=dict)  # key of theirs -> what became of it
@@ -36,36 +38,36 @@ class Draft:
     notes: list[str] = field(default_factory=list)  # what is left to be done by hand
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The value of the first of these keys that is given and not null, else their default, else ``default``."""
-        for source in (self.given.values, self.table.defaults):
-            for key in keys:
-                if source.get(key) is not None and key not in self.given.unresolved:
-                    return source[key]
-        return default
+        """The value of the first of these keys that is given and not null; else ``default``.
+
+        Between the two, their own default of the first key that is not given and has one.
+        """
+        given = self.given.values
+        for key in keys:
+            if given.get(key) is not None and key not in self.given.unresolved:
+                return given[key]
+        found = (self.defaults[key] for key in keys if key not in given and self.defaults.get(key) is not None)
+        return next(found, default)
 
     def word(self, *keys: str, default: Any = None) -> Any:
-        """As ``get``, of one plain value.
-
-        Raises:
-            InputError: it is a list or a section.
-        """
+        """As ``get``, of one plain value; a list or a section is refused, and ``default`` holds."""
         value = self.get(*keys, default=default)
         if isinstance(value, list | dict):
-            name = next(key for key in keys if key in self.given.values)
-            raise InputError(f"{name} is {shown(value)}: give one word or number")
+            self._refuse(keys, value, "one word or number")
+            return default
         return value
 
     def number(self, *keys: str, default: float | None = None) -> float | None:
-        """As ``get``, of a number.
-
-        Raises:
-            InputError: it is something else.
-        """
+        """As ``get``, of a number; anything else is refused, and ``default`` holds."""
         value = self.get(*keys, default=default)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
-        name = next(key for key in keys if key in self.given.values)
-        raise InputError(f"{name} is {shown(value)}: give a number")
+        self._refuse(keys, value, "a number")
+        return default
+
+    def _refuse(self, keys: tuple[str, ...], value: Any, expected: str) -> None:
+        named = [key for key in keys if self.given.values.get(key) == value]
+        self.lack(named, "other_word", f"{shown(value)}, where {expected} is expected")
 
     def count(self, *keys: str, default: int | None = None) -> int | None:
         """As ``number``, of a whole number >= 1; anything less means that it is not set."""
@@ -79,6 +81,9 @@ class Draft:
 
     def set(self, ours: str, value: Any, theirs: Iterable[str] = ()) -> None:
         """Sets a key of ours; ``theirs`` are the keys that it came from."""
+        if self.stage != "rl" and ours.startswith(ONLY_RL):
+            self.same(theirs, "only_rl")
+            return
         self.result[ours] = value
         for key in theirs:
             self.note(key, "mapped", f"{ours} = {_plain(value)}")

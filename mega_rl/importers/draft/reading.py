@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ from mega_rl.importers.draft.words import MAX_CHARACTERS, UNKNOWN, expanded, she
 _HYDRA = re.compile(r"^[+~]{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 _TOP = re.compile(r"^\+{0,2}([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)(?:=(.*))?$", re.DOTALL)
+_REFERENCE = re.compile(r"\$(?:\w+|\{\w+(?:\[[@*]\])?\})")
+_UV = re.compile(r"^(?:\w+=\()?uv$")  # also at the beginning of an array
 _NOT_TASKS = re.compile(r"^(?:\w+/)*(?:python3?|bash|sh|torchrun|accelerate|deepspeed|launch|ray|job|submit)$")
+# Commands that configure nothing of a training, at the beginning of a line.
+_OTHERS = frozenset(
+    ("apt", "apt-get", "cd", "conda", "curl", "docker", "echo", "git", "gpg", "hf", "huggingface-cli", "mkdir")
+    + ("modelscope", "nvidia-smi", "pip", "sky", "sudo", "systemctl", "wget")
+)
+# Calls in Python whose keywords are no arguments of a training.
+_OTHER_CALLS = ("basicConfig", "GenerationConfig", "ProcessorConfig")
 # Flags of launchers, which stand before the program, take one value or none; all other flags take what follows them.
 _PROGRAM = re.compile(r"\.py$|^\w+(?:\.\w+)+$|^(?:trl|llamafactory-cli|areal|sft|grpo|dpo|kto|reward|rloo|train)$")
 
@@ -60,7 +70,7 @@ def read_given(words: list[str], known: Mapping[str, str]) -> Given:
     if path.suffix in (".yaml", ".yml", ".json"):
         given = _from_yaml(text, path)
     elif path.suffix == ".py":
-        given = _from_python(text, path)
+        given = _from_python(text, path, known)
     else:
         given = _from_shell(text, known)
     if words[1:]:
@@ -117,12 +127,35 @@ def _from_shell(text: str, known: Mapping[str, str]) -> Given:
     values = variables(lines) | dict(known)
     given = Given()
     for line in lines:
-        _read_line([expanded(word, values) for word in line], given)
+        _read_line(_command([part for word in line for part in _parts(word, values)]), given)
     if not given.values:
         raise InputError(
             f"{shortened(text.strip())!r} holds no keys: give a configuration file, a script or a whole command line"
         )
     return given
+
+
+def _parts(word: str, values: Mapping[str, str]) -> list[str]:
+    """The word with its variables; one that is a variable of several keys, as in ``$ACTOR $ROLLOUT``, is those."""
+    text = expanded(word, values)
+    parts = text.split()
+    if len(parts) > 1 and _REFERENCE.fullmatch(word) and any(_HYDRA.match(part) or _FLAG.match(part) for part in parts):
+        return [part.strip("'\"") for part in parts if part != "\\"]
+    return [text]
+
+
+def _command(words: list[str]) -> list[str]:
+    """Without the flags of ``uv run``, which are no keys; nothing of a command that starts no training."""
+    if words[0] in _OTHERS:
+        return []
+    start = next(
+        (place for place, pair in enumerate(pairwise(words)) if _UV.search(pair[0]) and pair[1] == "run"), None
+    )
+    if start is None:
+        return words
+    rest = words[start:]
+    begins = (place for place, word in enumerate(rest) if _NOT_TASKS.match(word.rstrip(")")) or _PROGRAM.search(word))
+    return words[:start] + rest[next(begins, len(rest)) :]
 
 
 def _read_line(words: list[str], given: Given) -> None:
@@ -138,8 +171,9 @@ def _read_line(words: list[str], given: Given) -> None:
                 position += 1
             key = found[1].replace("-", "_")
             # A program is no value of the flag of a launcher that stands before it.
-            while len(taken) > 1 and any(_PROGRAM.search(part) for part in taken[1:]) and not given.program:
-                given.program.insert(0, taken.pop())
+            while len(taken) > 1 and any(_PROGRAM.search(part) for part in taken[1:]) and not is_program:
+                given.program.append(taken.pop())
+                is_program = not any(_PROGRAM.search(part) for part in taken[1:])
             _put(given, key, taken)
         elif (found := _HYDRA.match(word)) or (is_program and (found := _TOP.match(word))):
             _put(given, found[1], [found[2]])
@@ -172,26 +206,51 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _from_python(text: str, path: Path) -> Given:
-    """The constant keywords of calls such as ``GRPOConfig(learning_rate=1e-6)``; nothing is run."""
+def _from_python(text: str, path: Path, known: Mapping[str, str]) -> Given:
+    """The constant keywords of calls such as ``GRPOConfig(learning_rate=1e-6)``; nothing is run.
+
+    Args:
+        known: values of variables and other expressions, over those that the text assigns constants to.
+    """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{path} is no Python program ({error}): correct it") from error
+    values = _constants(tree) | {name: _parsed(value) for name, value in known.items()}
     given = Given()
     for node in ast.walk(tree):
         name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-        if not isinstance(node, ast.Call) or not re.search(r"(Config|Arguments|Trainer)$", name):
+        if (
+            not isinstance(node, ast.Call)
+            or not re.search(r"(Config|Arguments|Trainer)$", name)
+            or name in _OTHER_CALLS
+        ):
             continue
         given.program.append(name)
         for keyword in node.keywords:
             if keyword.arg is None or keyword.arg in ("args", "processing_class", "peft_config"):
                 continue
+            said = ast.unparse(keyword.value)
+            if keyword.arg == "reward_funcs" and isinstance(keyword.value, ast.List | ast.Name) and said not in values:
+                functions = keyword.value.elts if isinstance(keyword.value, ast.List) else [keyword.value]
+                given.put(keyword.arg, [ast.unparse(function) for function in functions])
+                continue
             try:
-                given.put(keyword.arg, ast.literal_eval(keyword.value))
+                given.put(keyword.arg, values[said] if said in values else ast.literal_eval(keyword.value))
             except ValueError:
-                given.put(keyword.arg, ast.unparse(keyword.value))
-                given.unresolved[keyword.arg] = ast.unparse(keyword.value)
+                given.put(keyword.arg, said)
+                given.unresolved[keyword.arg] = said
     if not given.values:
         raise InputError(f"{path} calls no ...Config(...) with keywords: give the arguments as a file or command line")
     return given
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Names that the top of a program gives one constant value."""
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            is_constant = isinstance(node.value, ast.Constant) and name not in found
+            found[name] = node.value.value if is_constant and isinstance(node.value, ast.Constant) else node
+    return {name: value for name, value in found.items() if not isinstance(value, ast.AST)}

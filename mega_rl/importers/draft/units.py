@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from mega_rl.errors import InputError
 from mega_rl.importers.draft.draft import Draft
 
+_SEES = re.compile(r"(?<![a-z])(?:vl|vlm|vision|omni|internvl\d*|llava)(?![a-z])", re.IGNORECASE)  # in names of models
+_SHARDS = re.compile(r"z(?:ero)?(?:_stage=|[-_]?)3|fsdp", re.IGNORECASE)
+A_DAY = 86_400.0
 # What stands in the name of a data file or data set -> the reward for it.
 DATA_REWARDS = {"gsm8k": "gsm8k", "dapo": "dapo_math", "aime": "dapo_math", "math": "math_verify", "code": "code_tests"}
 
 
-def set_warmup(draft: Draft, keys: Iterable[str], *, steps: float | None, ratio: float | None, per_step: int) -> None:
-    """Warm-up in optimizer steps from steps or from a share of the run.
+def set_warmup(draft: Draft, keys: Iterable[str], *, steps: float | None, ratio: float | None) -> None:
+    """Warm-up in optimizer steps, or as a share of the run.
 
     Args:
         steps: of the optimizer, if that many are given.
         ratio: of the run.
-        per_step: optimizer steps per step of ours.
     """
-    total = draft.result.get("trainer.total_steps")
-    if steps is not None and steps >= 0:
+    if steps:
         draft.set("optimizer.warmup_steps", int(steps), keys)
-    elif not ratio:
-        draft.same(keys, "automatic")
-    elif total is not None:
-        draft.set("optimizer.warmup_steps", math.ceil(ratio * total * per_step), keys)
+    elif ratio is not None and ratio >= 1:
+        draft.lack(keys, "other_word", f"{ratio}, a share of 1 or more")
     else:
-        text = f"a share of {ratio} of a run whose number of steps is not known: set optimizer.warmup_steps"
-        for key in keys:
-            draft.note(key, "none", text)
-        draft.notes.append(f"optimizer.warmup_steps: {ratio} of the run's optimizer steps, which depend on the data")
+        draft.set("optimizer.warmup_steps", ratio or 0, keys)
 
 
 def set_tokens(draft: Draft, tokens: int | None, keys: Iterable[str], longest: int | None) -> None:
@@ -42,7 +39,7 @@ def set_tokens(draft: Draft, tokens: int | None, keys: Iterable[str], longest: i
 
 
 def set_global_batch(draft: Draft, keys: Iterable[str], per_device: int, accumulation: int) -> int:
-    """Samples of one optimizer step over all devices.
+    """Samples of one optimizer step over all data-parallel ranks.
 
     Raises:
         InputError: the number of devices is not known.
@@ -50,7 +47,28 @@ def set_global_batch(draft: Draft, keys: Iterable[str], per_device: int, accumul
     if draft.num_devices is None:
         named = " x ".join(key for key in keys if key in draft.given.values) or "the batch size"
         raise InputError(f"{named} counts per device: give the number of devices with --devices")
-    return per_device * accumulation * draft.num_devices
+    sizes = (draft.result.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline", "context"))
+    return per_device * accumulation * max(1, draft.num_devices // math.prod(sizes))
+
+
+def set_timeout(draft: Draft, key: str) -> None:
+    """A limit of more than a day is a way of saying that there is none, which would leave hung ranks unnoticed."""
+    seconds = draft.number(key) if draft.has(key) else None
+    if seconds is not None and 0 < seconds <= A_DAY:
+        draft.set("trainer.collective_timeout_s", float(seconds), [key])
+    else:
+        draft.note(key, "same", "no limit there; ours stays, as it finds ranks that hang")
+
+
+def note_sharding(draft: Draft, keys: Iterable[str]) -> None:
+    """What divides weights over all ranks there, as words of the values of these keys say."""
+    named = [key for key in keys if draft.has(key) and _SHARDS.search(f"{key}={draft.get(key)}")]
+    sizes = [draft.result.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline")]
+    if named and math.prod(sizes) == 1:
+        draft.notes.append(
+            f"parallel.tensor, parallel.pipeline: {named[0]} divides weights over all ranks there, here these two do, "
+            "and they are 1: tools/plan.py --device-memory says which sizes the model needs"
+        )
 
 
 def exact(whole: float, part: float, what: str, draft: Draft) -> int:
@@ -62,12 +80,29 @@ def exact(whole: float, part: float, what: str, draft: Draft) -> int:
 
 
 def guess_reward(draft: Draft, names: Iterable[Any]) -> str | None:
-    """The reward for data of that name, with a note that it was guessed."""
-    text = " ".join(map(str, names)).lower()
-    found = next((reward for part, reward in DATA_REWARDS.items() if part in text), None)
-    if found is not None:
-        draft.notes.append(f"rewards: {found} is chosen by the name of the data: check that it fits")
-    return found
+    """The reward for data of that name, with a note; none if several data sets need different ones."""
+    each = [str(part).lower() for name in names for part in as_list(name)]
+    found = [next((reward for part, reward in DATA_REWARDS.items() if part in text), None) for text in each if text]
+    wanted = sorted({reward for reward in found if reward is not None})
+    if len(wanted) > 1:
+        draft.notes.append(
+            f"rewards: the data sets need {' and '.join(wanted)}, each its own; one is given to all here"
+        )
+        return None
+    if wanted:
+        draft.notes.append(f"rewards: {wanted[0]} is chosen by the name of the data: check that it fits")
+    return wanted[0] if wanted else None
+
+
+def set_vision(draft: Draft, key: str) -> None:
+    """Whether the tower is trained: theirs is unless ``key`` says that it is frozen, ours only if it is told so."""
+    is_frozen = bool(draft.get(key))
+    if not draft.has(key) and not _SEES.search(str(draft.result.get("model.path", ""))):
+        return
+    draft.set("model.vision.freeze", is_frozen, [key])
+    draft.set("model.vision.freeze_merger", is_frozen, [key])
+    if not draft.has(key):
+        draft.notes.append("model.vision.freeze: theirs trains the tower by default, so it is set here")
 
 
 def as_list(value: Any) -> list[Any]:

@@ -119,7 +119,10 @@ def variables(lines: list[list[str]]) -> dict[str, str]:
                 continue
             name, value = assignment[1], assignment[2]
             if not re.fullmatch(rf"\$\{{?{name}\}}?", value) and not value.startswith("("):
-                found[name] = value
+                before = found.get(name, "")  # what ``A="$A more"`` adds to
+                value = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", lambda _, text=before: text, value)
+                if len(value) <= MAX_VALUE:
+                    found[name] = value
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mega_rl.errors import InputError, shown
 from mega_rl.importers.draft.draft import Draft, Rule, Stage
-from mega_rl.importers.draft.units import guess_reward, set_warmup
+from mega_rl.importers.draft.units import guess_reward, set_vision, set_warmup
 from mega_rl.importers.rules.learned import (
     AdapterKeys,
     CriticKeys,
@@ -31,32 +31,41 @@ CRITIC = CriticKeys(
     lam=("actor.gae_lambda",),
     clip=("critic.eps_clip",),
 )
+MAX_VERSIONS = 1 << 10  # of rollout.max_staleness
 AXES = {"t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
 
 def axes(draft: Draft, key: str) -> tuple[str, dict[str, int]]:
-    """``fsdp:d4p1t1`` as its name and its axes; experts' axes count where they differ.
+    """``fsdp:d4p1t1`` as its name and its axes; the tensor-parallel ranks of experts are the axis ``x``.
 
     Raises:
         InputError: another form.
     """
     text = str(draft.get(key, default=""))
     name, _, rest = text.rpartition(":") if "|" not in text else text.partition(":")
-    parts = {part: sizes for part, sizes in re.findall(r"(attn|ffn):((?:[a-z]\d+)+)", rest)} or {"attn": rest}
+    parts = dict(re.findall(r"(attn|ffn):((?:[a-z]\d+)+)", rest)) or {"attn": rest}
     sizes: dict[str, int] = {}
     for part in ("ffn", "attn"):
         found = re.findall(r"([a-z])(\d+)", parts.get(part, ""))
         if "".join(letter + digits for letter, digits in found) != parts.get(part, ""):
             raise InputError(f"{key} is {shown(text)}: give a layout such as fsdp:d4p1t1")
         sizes |= {letter: int(digits) for letter, digits in found}
+        if part == "ffn" and found:
+            sizes["x"] = sizes.pop("t", 1)
     return name, sizes
+
+
+STAGES: dict[Any, Stage] = {"rl": "rl", "sft": "sft", "dpo": "dpo", "rw": "rm"}
+
+
+def program(draft: Draft) -> str:
+    return STAGES.get(draft.word("train_dataset.type", default="rl"), "sft")
 
 
 def stage(draft: Draft) -> None:
     kind = draft.word("train_dataset.type", default="rl")
-    stages: dict[Any, Stage] = {"rl": "rl", "sft": "sft", "dpo": "dpo", "rw": "rm"}
-    set_stage(draft, stages.get(kind, "sft"), ("train_dataset.type",))
-    if kind not in stages:
+    set_stage(draft, STAGES.get(kind, "sft"), ("train_dataset.type",))
+    if kind not in STAGES:
         draft.lack(["train_dataset.type"], "other_word", shown(kind))
     draft.note("actor.is_critic", "same", "trainer.stage says so")
     set_adapter(draft, ADAPTER, bool(draft.get("actor.use_lora", default=False)), rank=32, alpha=16)
@@ -76,6 +85,8 @@ def layout(draft: Draft) -> None:
             draft.set(f"parallel.{ours}", sizes[letter], ["actor.backend"])
     if sizes.get("t", 1) > 1:
         draft.set("parallel.sequence", True, ["actor.backend"])
+    if "x" in sizes and sizes["x"] != sizes.get("t", 1):
+        draft.set("parallel.expert_tensor", sizes["x"], ["actor.backend"])
     num = sizes.get("d", 1) * sizes.get("p", 1) * sizes.get("t", 1) * sizes.get("c", 1)
     draft.num_devices = num
     draft.note("actor.backend", "mapped", f"{num} trainer processes")
@@ -83,7 +94,7 @@ def layout(draft: Draft) -> None:
         draft.notes.append(
             f"parallel: their {name} divides weights over all ranks; see with tools/plan.py what fits here"
         )
-    nodes = draft.count("cluster.n_nodes", default=1)
+    nodes = draft.count("cluster.n_nodes", default=1) if draft.has("cluster.n_nodes") else 1
     for key in ("cluster.n_nodes", "cluster.n_gpus_per_node"):
         draft.note(key, "mapped", f"torchrun --nnodes {nodes} --nproc-per-node {max(1, num // (nodes or 1))}")
     if draft.stage != "rl" or not draft.has("rollout.backend"):
@@ -102,15 +113,17 @@ def algorithm(draft: Draft) -> None:
     if draft.stage != "rl":
         return
     weight = draft.number("actor.kl_ctl", default=0.1)
-    draft.set("algorithm.kl_coefficient", weight, ["actor.kl_ctl"])
+    if weight and not any(key.startswith("ref.") for key in draft.given.values):
+        draft.lack(["actor.kl_ctl"], "kl_without_reference")
+        draft.notes.append("algorithm.kl_coefficient: 0, as there is no section ref, which is their reference model")
+        weight = 0.0
+    else:
+        draft.set("algorithm.kl_coefficient", weight, ["actor.kl_ctl"])
+    draft.result["algorithm.kl_coefficient"] = weight
     if weight:
         draft.set("algorithm.kl_in", "reward", ["actor.kl_ctl"])
         draft.result.setdefault("algorithm.kl_estimator", "k1")
     both = draft.number("actor.eps_clip", default=0.2)
-    if draft.result.get("algorithm.clip_ratio_low") == 0.0:
-        draft.lack(["actor.eps_clip"], "other_word", "0.0; set algorithm.clip_ratio_low to a number > 0")
-        del draft.result["algorithm.clip_ratio_low"]
-        both = None
     high = draft.number("actor.eps_clip_higher", default=both)
     if high:
         draft.set("algorithm.clip_ratio_high", high, ["actor.eps_clip_higher"])
@@ -150,7 +163,9 @@ def _advantage(draft: Draft) -> None:
     elif mean == "group":
         chosen = {"group": "grpo", "batch": "reinforce_pp_baseline"}.get(str(deviation), "dr_grpo")
     else:
-        chosen = "reinforce_pp" if mean in (None, "batch") and "mean_level" not in str(keys) else None
+        chosen = "reinforce_pp" if mean in (None, "batch") and deviation in (None, "batch") else None
+        if mean is None and draft.get("actor.adv_norm.mean_level") is None and not has_critic(draft):
+            draft.notes.append("algorithm.advantage: theirs has no baseline here; reinforce_pp, which has one, is set")
     if has_critic(draft):
         if mean or deviation:
             draft.lack(keys, "other_advantage", "rewards as they are, with a critic")
@@ -173,21 +188,45 @@ def _advantage(draft: Draft) -> None:
 
 
 def _correction(draft: Draft) -> None:
-    upper = draft.number("actor.rejection_sampling.upper", "actor.behave_imp_weight_cap")
+    """Weights between engine and trainer are there with ``rejection_sampling`` only, whatever else is set."""
+    prefix, old = "actor.rejection_sampling.", "actor.behave_imp_weight_cap"
     keys = ["actor.use_decoupled_loss", "actor.recompute_logprob"]
-    prefix = "actor.rejection_sampling."
-    if draft.get("actor.use_decoupled_loss", default=True):
-        draft.set("algorithm.importance_cap", upper, [*keys, f"{prefix}upper", "actor.behave_imp_weight_cap"])
-        if upper is not None:
-            draft.set("algorithm.importance_correction", "mask", [f"{prefix}metric", f"{prefix}upper"])
-        lower = draft.number(f"{prefix}lower")
-        if lower:
-            draft.set("algorithm.importance_floor", lower, [f"{prefix}lower"])
+    upper = draft.number(f"{prefix}upper", old)
+    is_decoupled = bool(draft.get("actor.use_decoupled_loss"))
+    if not is_decoupled and not draft.get("actor.recompute_logprob"):
+        draft.notes.append("algorithm: their old log-probabilities are the engine's; ours are the trainer's")
+    if upper is None or not is_decoupled:
+        if not draft.result.get("rollout.max_staleness"):
+            draft.set("algorithm.importance_cap", None, [*keys, f"{prefix}upper", old])
+        else:
+            draft.notes.append("algorithm.importance_cap: 2, as samples of older weights need importance weights here")
+            for key in (*keys, f"{prefix}upper", old):
+                draft.note(key, "mapped", "algorithm.importance_cap = 2.0")
     else:
-        draft.set("algorithm.importance_cap", None, [*keys, f"{prefix}upper", f"{prefix}metric"])
+        draft.set("algorithm.importance_cap", upper, [*keys, f"{prefix}upper", old])
+        action = {"clamp": "truncate"}.get(str(draft.word(f"{prefix}action", default="mask")), "mask")
+        draft.set("algorithm.importance_correction", action, [f"{prefix}action", f"{prefix}metric"])
+        level = draft.word(f"{prefix}level", default="token")
+        draft.set("algorithm.importance_level", level, [f"{prefix}level"])
+        if (lower := draft.number(f"{prefix}lower")) and action == "mask":
+            draft.set("algorithm.importance_floor", lower, [f"{prefix}lower"])
     metric = draft.word(f"{prefix}metric")
     if metric not in (None, "ratio"):
         draft.lack([f"{prefix}metric"], "other_word", shown(metric))
+
+
+def staleness(draft: Draft) -> None:
+    """Their engines take new weights while they sample, and samples may be so many versions old."""
+    key = "rollout.max_head_offpolicyness"
+    versions = draft.count(key) or 0
+    if versions > MAX_VERSIONS:
+        draft.lack([key], "other_word", f"{versions}, which is no limit")
+    elif draft.stage == "rl" and versions:
+        draft.set("rollout.placement", "separate", [key])
+        draft.set("rollout.mode", "in_flight", [key])
+        draft.set("rollout.max_staleness", versions, [key])
+    else:
+        draft.note(key, "same", "0: no sample is older than a step")
 
 
 def data(draft: Draft) -> None:
@@ -209,6 +248,9 @@ def data(draft: Draft) -> None:
             folder = str(path).rstrip("/").rpartition("/")[2]
             draft.set(f"data.{ours}", [f"data/{folder}/{name}.parquet"], [f"{theirs}.path"])
     draft.notes.append("data.train_files: nothing is downloaded; put the data there, or name your files")
+    if draft.count("train_dataset.max_length") is None:
+        draft.notes.append(f"data.max_prompt_length: {longest}, as theirs has no limit: check it")
+    set_vision(draft, "actor.freeze_vision_tower")
     if draft.stage == "rl":
         _rewards(draft)
 
@@ -228,30 +270,41 @@ def _rewards(draft: Draft) -> None:
         draft.note(key, "mapped" if draft.get(keys[0]) else "same", "rewards: overlong")
 
 
+def _recompute(draft: Draft) -> None:
+    """Megatron's own keys count where activations are computed again at all."""
+    saves, prefix = bool(draft.get("actor.gradient_checkpointing")), "actor.megatron.recompute_"
+    keys = [f"{prefix}{part}" for part in ("granularity", "method", "num_layers")]
+    kind = draft.word(keys[0]) if draft.has(keys[0]) else None
+    chosen = ("selective" if kind == "selective" else "full") if saves else "none"
+    draft.set("memory.recompute", chosen, ["actor.gradient_checkpointing", *keys])
+    if chosen == "full" and draft.has(keys[1]) and draft.word(keys[1]) == "block":
+        draft.set("memory.recompute_num_layers", draft.count(keys[2]), [keys[2]])
+
+
 def schedule(draft: Draft) -> None:
     per_step = int(draft.result.get("algorithm.minibatches_per_step", 1))
-    ratio = draft.number("actor.optimizer.warmup_steps_proportion")
-    set_warmup(draft, ["actor.optimizer.warmup_steps_proportion"], steps=None, ratio=ratio, per_step=per_step)
+    keys = ["actor.optimizer.warmup_steps", "actor.optimizer.warmup_steps_proportion"]
+    steps, ratio = draft.number(keys[0]), draft.number(keys[1])
+    set_warmup(draft, keys, steps=None if steps is None else steps * per_step, ratio=ratio)
     floor = draft.number("actor.optimizer.min_lr_ratio")
     if floor is not None:
         lr = float(draft.result.get("optimizer.lr") or 1e-6)
         draft.set("optimizer.min_lr", floor * lr, ["actor.optimizer.min_lr_ratio"])
-    saves = bool(draft.get("actor.gradient_checkpointing", default=False))
-    draft.set("memory.recompute", "full" if saves else "none", ["actor.gradient_checkpointing"])
+    _recompute(draft)
     for key, ours in (("saver.freq_steps", "checkpoint.save_freq"), ("evaluator.freq_steps", "validation.test_freq")):
         if draft.count(key):
             draft.set(ours, draft.count(key), [key])
         else:
-            draft.note(key, "same", "not set; ours writes at the end")
+            draft.set(ours, None if ours == "checkpoint.save_freq" else -1, [key])
     mode = draft.word("recover.mode")
     resumes = {"disabled": "never", "off": "never", False: "never"}.get(mode, "auto")
     draft.set("checkpoint.resume", resumes, ["recover.mode"])
-    if draft.count("recover.freq_steps") and "checkpoint.save_freq" not in draft.result:
+    if draft.count("recover.freq_steps") and draft.result.get("checkpoint.save_freq") is None and resumes == "auto":
         draft.set("checkpoint.save_freq", draft.count("recover.freq_steps"), ["recover.freq_steps"])
     names = [str(draft.get(key)) for key in ("experiment_name", "trial_name") if draft.get(key)]
     if names:
-        keys = ("experiment_name", "trial_name", "cluster.fileroot")
-        draft.set("trainer.output_dir", "/".join(["runs", *names]), keys)
+        named = ("experiment_name", "trial_name", "cluster.fileroot")
+        draft.set("trainer.output_dir", "/".join(["runs", *names]), named)
     if draft.get("stats_logger.wandb.mode") in ("online", "offline", "shared"):
         draft.set("logging.wandb_project", names[0] if names else "areal", ["stats_logger.wandb.mode"])
     else:
@@ -263,4 +316,11 @@ def schedule(draft: Draft) -> None:
         draft.note("stats_logger.swanlab.mode", "same", "off, as here")
 
 
-RULES: dict[str, Rule] = {"stage": stage, "layout": layout, "algorithm": algorithm, "data": data, "schedule": schedule}
+RULES: dict[str, Rule] = {
+    "stage": stage,
+    "layout": layout,
+    "staleness": staleness,
+    "algorithm": algorithm,
+    "data": data,
+    "schedule": schedule,
+}

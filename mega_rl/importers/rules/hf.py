@@ -6,8 +6,18 @@ from typing import Any
 
 from mega_rl.errors import InputError, shown
 from mega_rl.importers.draft.draft import Draft, Rule
-from mega_rl.importers.draft.units import as_list, exact, guess_reward, set_global_batch, set_tokens, set_warmup
+from mega_rl.importers.draft.units import (
+    as_list,
+    exact,
+    guess_reward,
+    note_sharding,
+    set_global_batch,
+    set_timeout,
+    set_tokens,
+    set_warmup,
+)
 from mega_rl.importers.rules.hf_learned import (
+    begin_ppo,
     llamafactory_preferences,
     llamafactory_stage,
     swanlab,
@@ -38,7 +48,8 @@ TRACKERS = ("none", "tensorboard", "wandb", "swanlab", "all")
 
 def devices(draft: Draft) -> None:
     """Devices as the launcher is told them."""
-    given = draft.count("num_processes", "ray_num_workers", "nproc_per_node")
+    launched = [key for key in ("num_processes", "ray_num_workers", "nproc_per_node") if draft.has(key)]
+    given = draft.count(*launched) if launched else None
     draft.num_devices = draft.num_devices or given
     machines = draft.count("num_machines", default=1) or 1
     per_node = (draft.num_devices or 0) // machines
@@ -87,11 +98,10 @@ def steps(draft: Draft) -> None:
     else:
         epochs = draft.number("num_train_epochs", default=3) or 1
         draft.set("trainer.total_epochs", exact(epochs, 1, "trainer.total_epochs", draft), ["num_train_epochs"])
-    warm = draft.number("warmup_steps")
-    share = draft.number("warmup_ratio")
-    if warm is not None and 0 < warm < 1:  # a share of the run, in newer versions
-        warm, share = None, warm
-    set_warmup(draft, ("warmup_steps", "warmup_ratio"), steps=warm, ratio=share, per_step=per_step)
+    warm, share = draft.number("warmup_steps") or 0.0, draft.number("warmup_ratio")
+    if 0 < warm < 1:  # a share of the run, in newer versions
+        warm, share = 0.0, warm
+    set_warmup(draft, ("warmup_steps", "warmup_ratio"), steps=warm, ratio=share)
     options = draft.get("lr_scheduler_kwargs")
     if isinstance(options, dict):
         lr = float(draft.result.get("optimizer.lr") or 0.0)
@@ -104,7 +114,10 @@ def _intervals(draft: Draft, per_step: int) -> None:
     for name, ours in (("save", "checkpoint.save_freq"), ("eval", "validation.test_freq")):
         steps_key = f"{name}_steps"
         strategies = (f"{name}_strategy", "evaluation_strategy") if name == "eval" else (f"{name}_strategy",)
-        strategy = draft.word(*strategies, default="steps" if name == "save" or draft.has(steps_key) else "no")
+        given = [key for key in strategies if draft.has(key)]
+        is_v1 = draft.table.name == "llamafactory" and "save_strategy" not in draft.defaults
+        default = "steps" if draft.has(steps_key) or (name == "save" and not is_v1) else "no"
+        strategy = draft.word(*given, default=default) if given else default
         number = draft.number(steps_key, default=500) or 500
         total = draft.result.get("trainer.total_steps")
         if strategy == "no":
@@ -136,7 +149,12 @@ def loss(draft: Draft) -> None:
         draft.lack(["loss_type"], "other_loss", shown(kind))
     if draft.result.get("algorithm.objective") == "gspo":
         draft.set("algorithm.loss_reduction", "sequence_mean", ["importance_sampling_level"])
-    high = draft.number("epsilon_high", "epsilon", default=0.2)
+    high = draft.number("epsilon_high", "epsilon", default=0.2) or 0.0
+    if kind == "cispo":  # an absolute bound there, a distance from 1 here
+        if high <= 1:
+            draft.lack(["epsilon_high"], "other_word", f"{high}, a bound of at most 1 on the importance weight")
+            return
+        high -= 1
     draft.set("algorithm.clip_ratio_high", high, ["epsilon_high"])
     scale = draft.word("scale_rewards", default="group")
     if scale in (False, "none", None):
@@ -237,6 +255,8 @@ def rest(draft: Draft) -> None:
         ),
     )
     precision(draft)
+    set_timeout(draft, "ddp_timeout")
+    note_sharding(draft, ("deepspeed", "fsdp", "fsdp_config", "accelerate_config", "config_file", "zero_stage"))
     mode = draft.word("vllm_mode", default="colocate" if draft.get("use_vllm") else None)
     if draft.stage == "rl" and mode in ("colocate", "server"):
         draft.set("rollout.placement", {"colocate": "colocated", "server": "separate"}[mode], ["vllm_mode"])
@@ -252,14 +272,17 @@ def rest(draft: Draft) -> None:
 
 
 def precision(draft: Draft) -> None:
-    named = str(draft.get("dtype", "torch_dtype", "mixed_precision", "infer_dtype", default="")).lower()
+    """What is computed in; master weights are float32 whatever dtype they are loaded in."""
+    named = str(draft.get("mixed_precision", default="")).lower()
     keys = ("bf16", "fp16", "dtype", "torch_dtype", "pure_bf16", "mixed_precision", "infer_dtype")
-    if draft.get("fp16") or named in ("float16", "fp16"):
+    weights = str(draft.get("dtype", "torch_dtype", default="")).lower()
+    if draft.get("fp16") or weights == "float16" or named == "fp16":
         draft.lack(
             ("fp16", "dtype", "torch_dtype", "mixed_precision"), "other_word", "float16; bfloat16 is set instead"
         )
-    is_float32 = named in ("float32", "fp32") or (draft.get("bf16") is False and draft.has("bf16"))
-    draft.set("model.dtype", "float32" if is_float32 else "bfloat16", keys)
+    is_bfloat16 = draft.get("pure_bf16") or draft.get("fp16") or named in ("bf16", "fp16")
+    is_bfloat16 = is_bfloat16 or draft.get("bf16", default=draft.table.name == "trl")
+    draft.set("model.dtype", "bfloat16" if is_bfloat16 else "float32", keys)
 
 
 def layout(draft: Draft) -> None:
@@ -288,7 +311,7 @@ SHARED: dict[str, Rule] = {
     "rest": rest,
 }
 TRL_RULES: dict[str, Rule] = (
-    {"stage": trl_stage, "devices": devices, "lengths": lengths, "batches": batches, "ppo": trl_ppo}
+    {"stage": trl_stage, "begin": begin_ppo, "devices": devices, "lengths": lengths, "batches": batches, "ppo": trl_ppo}
     | SHARED
     | {"loss": loss, "correction": correction, "preferences": trl_preferences, "rewards": rewards}
 )

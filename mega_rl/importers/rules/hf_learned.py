@@ -33,7 +33,6 @@ KEYS_OF_TASKS = {  # where no program is named
     "cpo": ("cpo_alpha",),
     "dpo": ("precompute_ref_log_probs", "label_smoothing", "loss_weights", "rpo_alpha", "ld_alpha"),
 }
-RATES = {"sft": 2e-5, "reward": 1e-4, "ppo": 3e-6}  # default learning rates of TRL; all others have 1e-6
 PAIR_LOSSES = {
     name: name for name in ("sigmoid", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo")
 } | {"sppo_hard": "sppo"}
@@ -44,6 +43,7 @@ TRL_ADAPTER = AdapterKeys(
     targets=("lora_target_modules",),
     rslora=("use_rslora",),
     also=("lora_modules_to_save",),
+    dropout=("lora_dropout",),
 )
 LLAMAFACTORY_ADAPTER = AdapterKeys(
     switches=("finetuning_type", "peft_config.name"),
@@ -54,6 +54,7 @@ LLAMAFACTORY_ADAPTER = AdapterKeys(
     also=("additional_target", "peft_config.modules_to_save"),
     path=("adapter_name_or_path", "peft_config.adapter_name_or_path"),
     new=("create_new_adapter",),
+    dropout=("lora_dropout", "peft_config.lora_dropout"),
 )
 CRITIC = CriticKeys(gamma=("gamma",), lam=("lam",), clip=("cliprange_value",))
 
@@ -65,38 +66,40 @@ def task_of_program(draft: Draft) -> str:
     return found or next((task for task, keys in KEYS_OF_TASKS.items() if draft.has(*keys)), "sft")
 
 
+def trl_program(draft: Draft) -> str:
+    task = task_of_program(draft)
+    return "sft" if task in NO_TASKS else task
+
+
 def trl_stage(draft: Draft) -> None:
     task = task_of_program(draft)
     if task in NO_TASKS:
         draft.notes.append(f"trainer.stage: {task} is not converted; only what supervised training shares is set")
     set_stage(draft, TASKS.get(task, "sft"))
-    if not draft.has("learning_rate"):
-        draft.set("optimizer.lr", RATES.get(task, 1e-6))
     if task == "rloo":
         draft.set("algorithm.advantage", "rloo")
-    if task == "ppo":
-        _begin_ppo(draft)
-    is_on = bool(draft.get("use_peft", "use_lora"))
+    is_on = bool(draft.get("use_peft", "use_lora")) or any("LoraConfig" in word for word in draft.given.program)
     set_adapter(draft, TRL_ADAPTER, is_on, rank=16, alpha=32, targets=("q_proj", "v_proj"))
     draft.note("use_lora", "mapped" if is_on else "same", "tuning.method = lora" if is_on else "off, as here")
     if is_on and not draft.has("lora_target_modules"):
         draft.notes.append("tuning.adapter.targets: PEFT's default depends on the model; q_proj and v_proj of most")
 
 
-def _begin_ppo(draft: Draft) -> None:
+def begin_ppo(draft: Draft) -> None:
+    """What the sizes of batches go by."""
+    if task_of_program(draft) != "ppo":
+        return
     draft.set("algorithm.advantage", "gae")
     draft.set("rollout.n", 1)
     draft.set("data.max_response_length", draft.count("response_length", default=53), ["response_length"])
     if draft.word("sft_model_path"):
         draft.set("model.path", str(draft.word("sft_model_path")), ["sft_model_path"])
-    if not draft.has("temperature"):
-        draft.set("rollout.temperature", 0.7)
 
 
 def trl_ppo(draft: Draft) -> None:
     """Policy and critic have one optimizer there; an episode is one response."""
-    frozen_rate = float(draft.result.get("optimizer.lr") or 3e-6)
     is_on = has_critic(draft)
+    frozen_rate = float(draft.result.get("optimizer.lr") or 3e-6)
     set_critic(draft, CRITIC, is_on, lr=frozen_rate, lam=0.95, clip=0.2, frozen=0)
     keys = ("num_mini_batches", "total_episodes", "kl_coef", "cliprange", "num_ppo_epochs", "reward_model_path")
     if not is_on:
@@ -172,6 +175,11 @@ def _pairs(draft: Draft, task: str) -> None:
         draft.notes.append("preference.label_smoothing: newer versions of TRL read it with the loss robust only")
 
 
+def llamafactory_program(draft: Draft) -> str:
+    """Version 1 has other names; of keys that both have, theirs is the version whose names stand beside them."""
+    return "v1" if draft.has("model") and not draft.has("stage", "model_name_or_path") else "v0"
+
+
 def llamafactory_stage(draft: Draft) -> None:
     given = str(draft.word("stage", default="dpo" if draft.has("pref_loss") else "sft"))
     if given in ("pt", "sft", "rm", "dpo", "kto"):
@@ -191,7 +199,7 @@ def llamafactory_stage(draft: Draft) -> None:
 
 def _tuning(draft: Draft) -> None:
     """Version 0 trains adapters unless it is told otherwise, version 1 the whole model."""
-    default = "full" if draft.has("model") and not draft.has("stage", "model_name_or_path") else "lora"
+    default = "full" if llamafactory_program(draft) == "v1" else "lora"
     kind = draft.word("finetuning_type", "peft_config.name", default=default)
     is_new = draft.has("peft_config.name")
     alpha = 16 if is_new else None
@@ -241,7 +249,7 @@ def _llamafactory_ppo(draft: Draft) -> None:
         draft.notes.append("rewards: the reward model must be a sequence classifier; a value head of theirs is not")
     else:
         draft.lack(("reward_model", "reward_model_type"), "whole_values")
-    rate = float(draft.result.get("optimizer.lr") or 5e-5)
+    rate = draft.number("learning_rate", default=5e-5) or 5e-5
     set_critic(draft, CriticKeys(), True, lr=rate, lam=0.95, clip=0.2, frozen=0)
     draft.set("algorithm.kl_in", "reward")
     draft.set("algorithm.kl_estimator", "k1")

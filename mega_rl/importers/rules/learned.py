@@ -9,7 +9,6 @@ from typing import Any
 from mega_rl.importers.draft.draft import Draft, Stage
 from mega_rl.importers.draft.units import as_list
 
-ONLY_RL = ("rollout.", "algorithm.", "aqn.", "critic.")
 SMOOTHED = ("sigmoid", "robust", "simpo")  # values of preference.loss that read label_smoothing
 EVERY_LAYER = ("all", "all-linear")
 # Megatron's names of linear layers, fused and single, as Hugging Face's.
@@ -35,8 +34,6 @@ def set_stage(draft: Draft, stage: Stage, keys: tuple[str, ...] = ()) -> None:
     """What is run; a stage that learns from files has no keys of sampling."""
     draft.stage = stage
     draft.set("trainer.stage", stage, keys)
-    if stage != "rl":
-        draft.result = {key: value for key, value in draft.result.items() if not key.startswith(ONLY_RL)}
 
 
 def sequences_per_row(draft: Draft) -> int:
@@ -57,6 +54,7 @@ class AdapterKeys:
     also: tuple[str, ...] = ()  # whole modules that are trained besides
     path: tuple[str, ...] = ()
     new: tuple[str, ...] = ()
+    dropout: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         return [key for part in fields(self) for key in getattr(self, part.name)]
@@ -96,6 +94,13 @@ def set_adapter(
         draft.set("tuning.adapter.exclude", excluded, keys.exclude)
     if draft.get(*keys.rslora):
         draft.set("tuning.adapter.rslora", True, keys.rslora)
+    share = draft.number(*keys.dropout) or 0.0
+    if share and draft.stage == "rl":
+        draft.lack(keys.dropout, "adapter_dropout")
+        if not draft.has(*keys.dropout):
+            draft.notes.append(f"tuning.adapter.dropout: theirs is {share} by default; stage rl has none")
+    else:
+        draft.set("tuning.adapter.dropout", share, keys.dropout)
     _set_origin(draft, keys)
 
 

@@ -6,7 +6,15 @@ from typing import cast
 
 from mega_rl.errors import shown
 from mega_rl.importers.draft.draft import Draft, Rule, Stage
-from mega_rl.importers.draft.units import as_list, exact, guess_reward, set_tokens, set_warmup
+from mega_rl.importers.draft.units import (
+    as_list,
+    exact,
+    guess_reward,
+    note_sharding,
+    set_tokens,
+    set_vision,
+    set_warmup,
+)
 from mega_rl.importers.rules.learned import (
     AdapterKeys,
     CriticKeys,
@@ -19,9 +27,13 @@ from mega_rl.importers.rules.learned import (
 )
 
 IS = "algo.advantage.is_correction_"
-RATES = {"sft": 5e-6, "dpo": 1e-5, "rm": 9e-6, "kto": 5e-7}  # default learning rates where no engine samples
+KTO_RATE = 5e-7  # learning rate of the program for KTO, which newer versions do not have
 ADAPTER = AdapterKeys(
-    switches=(), rank=("ds.lora.rank",), alpha=("ds.lora.alpha",), targets=("ds.lora.target_modules",)
+    switches=(),
+    rank=("ds.lora.rank",),
+    alpha=("ds.lora.alpha",),
+    targets=("ds.lora.target_modules",),
+    dropout=("ds.lora.dropout",),
 )
 CRITIC = CriticKeys(
     path=("critic.model_name_or_path",),
@@ -33,21 +45,27 @@ CRITIC = CriticKeys(
 )
 
 
-def stage(draft: Draft) -> None:
+def program(draft: Draft) -> str:
+    """The name of the program says it, else the keys that only one has; newer versions have none for KTO."""
+    found = _named(draft)
+    return "dpo" if found == "kto" else found
+
+
+def _named(draft: Draft) -> str:
     words = " ".join([*draft.given.program, str(draft.get("module", default=""))])
-    is_rl = draft.has("actor.model_name_or_path", "rollout.batch_size", "data.prompt_dataset")
-    named = next((name for name in ("dpo", "kto", "rm") if f"train_{name}" in words), None)
-    if named is None and draft.has("model.beta", "model.ipo_enable", "model.nll_loss_coef"):
-        named = "dpo"
-    set_stage(draft, "rl" if is_rl else cast(Stage, named or "sft"))
-    if not is_rl:
-        for ours in ("validation.n", "validation.temperature"):
-            draft.result.pop(ours, None)
-        if not draft.has("adam.lr"):
-            draft.set("optimizer.lr", RATES[draft.stage])
+    if draft.has("actor.model_name_or_path", "rollout.batch_size", "data.prompt_dataset") or "train_ppo" in words:
+        return "rl"
+    named = next((name for name in ("dpo", "kto", "rm", "sft") if f"train_{name}" in words), None)
+    return named or ("dpo" if draft.has("model.beta", "model.ipo_enable", "model.nll_loss_coef") else "sft")
+
+
+def stage(draft: Draft) -> None:
+    set_stage(draft, cast(Stage, _named(draft)))
+    if draft.stage == "kto" and not draft.has("adam.lr"):
+        draft.set("optimizer.lr", KTO_RATE)
     set_adapter(draft, ADAPTER, bool(draft.count("ds.lora.rank")), rank=8, alpha=16)
     nodes, per_node = draft.count("actor.num_nodes", default=1) or 1, draft.count("actor.num_gpus_per_node")
-    if per_node:
+    if per_node and draft.has("actor.num_gpus_per_node"):
         draft.num_devices = nodes * per_node
         for key in ("actor.num_nodes", "actor.num_gpus_per_node"):
             draft.note(key, "mapped", f"torchrun --nnodes {nodes} --nproc-per-node {per_node}")
@@ -133,7 +151,9 @@ def _correction(draft: Draft) -> None:
     if not draft.get(f"{IS}enable"):
         draft.set("algorithm.importance_cap", None, keys)
         return
-    low, high = (as_list(draft.get(f"{IS}threshold", default=[0.5, 5.0])) + [5.0])[:2]
+    given = draft.get(f"{IS}threshold")
+    is_one = isinstance(given, int | float) and not isinstance(given, bool)
+    low, high = (0.5, given) if is_one else given if isinstance(given, list) and len(given) == 2 else (0.5, 5.0)
     kind = draft.word(f"{IS}type", default="tis")
     draft.set("algorithm.importance_cap", high, [f"{IS}threshold", f"{IS}enable"])
     if kind == "tis":
@@ -227,8 +247,7 @@ def files(draft: Draft) -> None:
 
 def rest(draft: Draft) -> None:
     ratio_keys, floor_keys = ("actor.lr_warmup_ratio", "lr_warmup_ratio"), ("actor.min_lr_ratio", "min_lr_ratio")
-    per_step = int(draft.result.get("algorithm.minibatches_per_step", 1))
-    set_warmup(draft, ratio_keys, steps=None, ratio=draft.number(*ratio_keys), per_step=per_step)
+    set_warmup(draft, ratio_keys, steps=None, ratio=draft.number(*ratio_keys))
     lr = float(draft.result.get("optimizer.lr") or 1e-6)
     draft.set("optimizer.min_lr", (draft.number(*floor_keys) or 0.0) * lr, floor_keys)
     betas = draft.get("actor.adam.betas", "adam.betas")
@@ -242,6 +261,10 @@ def rest(draft: Draft) -> None:
         draft.set("parallel.sequence", True, ["ds.tensor_parallel_size"])
     if draft.stage == "rl":
         _engines(draft)
+    note_sharding(draft, ("ds.zero_stage",))
+    set_vision(draft, "actor.freeze_visual_encoder")
+    if (draft.number("ckpt.save_steps", default=-1) or 0) <= 0:
+        draft.set("checkpoint.save_freq", None, ["ckpt.save_steps"])
     saves = bool(draft.get("actor.gradient_checkpointing_enable", "model.gradient_checkpointing_enable"))
     keys = ("actor.gradient_checkpointing_enable", "model.gradient_checkpointing_enable")
     draft.set("memory.recompute", "full" if saves else "none", keys)

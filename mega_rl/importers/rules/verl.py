@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 from mega_rl.config.reading.tables import table
 from mega_rl.config.schema.sampling import NormRole
+from mega_rl.errors import shown
 from mega_rl.importers.draft.draft import Draft, Rule
-from mega_rl.importers.draft.units import as_list, exact, guess_reward, set_tokens, set_warmup
+from mega_rl.importers.draft.units import (
+    as_list,
+    exact,
+    guess_reward,
+    set_timeout,
+    set_tokens,
+    set_vision,
+    set_warmup,
+)
 from mega_rl.importers.rules.learned import set_stage
 from mega_rl.importers.rules.verl_learned import adapter, critic, reward_model
 
@@ -36,11 +46,14 @@ def keys_of(rule: str) -> list[str]:
     return list(table("verl").find_rule(rule))
 
 
-def stage(draft: Draft) -> None:
+def program(draft: Draft) -> str:
     """Its supervised trainer has keys without ``actor_rollout_ref``."""
-    if draft.has("model.path", "model.partial_pretrain") or any("sft" in word for word in draft.given.program):
-        draft.stage = "sft"
-    set_stage(draft, draft.stage)
+    is_sft = draft.has("model.path", "model.partial_pretrain") or any("sft" in word for word in draft.given.program)
+    return "sft" if is_sft else "rl"
+
+
+def stage(draft: Draft) -> None:
+    set_stage(draft, "sft" if program(draft) == "sft" else "rl")
 
 
 def kl(draft: Draft) -> None:
@@ -63,13 +76,17 @@ def kl(draft: Draft) -> None:
             draft.note(key, "same", text)
         return
     draft.set("algorithm.kl_in", where, switches)
+    if where == "reward" and draft.get("algorithm.adv_estimator") != "gae":
+        draft.lack([switches[1]], "kl_before_baseline")
     draft.set("algorithm.kl_coefficient", draft.number(used[0], default=0.001), [used[0]])
-    estimator = draft.get(used[1], default="low_var_kl" if where == "loss" else "kl")
-    if str(estimator).rstrip("+") not in ESTIMATORS:
+    estimator = str(draft.get(used[1], default="low_var_kl" if where == "loss" else "kl"))
+    if estimator.removesuffix("+") not in ESTIMATORS:
         draft.lack([used[1]], "other_word", repr(estimator))
     else:
-        found = ESTIMATORS[str(estimator).rstrip("+")]
-        if found == "k1" and where == "loss":
+        found = ESTIMATORS[estimator.removesuffix("+")]
+        if where == "loss" and estimator.endswith("+"):
+            found = "k2"  # a plus takes the gradient of k2, whatever the value; of a reward only the value counts
+        elif found == "k1" and where == "loss":
             draft.notes.append("algorithm.kl_estimator: k1 in the loss has no gradient in the mean; k2 is set instead")
             found = "k2"
         draft.set("algorithm.kl_estimator", found, [used[1]])
@@ -104,10 +121,11 @@ def objective(draft: Draft) -> None:
         draft.lack([reduction_key], "other_word", repr(reduction))
     low_key, high_key, dual_key = (f"{ACTOR}clip_ratio_{part}" for part in ("low", "high", "c"))
     both = draft.number(f"{ACTOR}clip_ratio", default=0.2)
-    draft.note(f"{ACTOR}clip_ratio", "same", "its two sides are set")
-    low = draft.number(low_key, default=both) or 0.0
-    draft.set("algorithm.clip_ratio_low", min(low, 1.0) if mode == "cispo" else low, [low_key])
-    draft.set("algorithm.clip_ratio_high", draft.number(high_key, default=both), [high_key])
+    draft.note(f"{ACTOR}clip_ratio", "same", "not read there unless a side of it is null")
+    low = draft.number(low_key) if draft.number(low_key) is not None else both
+    high = draft.number(high_key) if draft.number(high_key) is not None else both
+    draft.set("algorithm.clip_ratio_low", min(low or 0.0, 1.0) if mode == "cispo" else low, [low_key])
+    draft.set("algorithm.clip_ratio_high", high, [high_key])
     if mode == "vanilla":
         draft.set("algorithm.dual_clip", draft.number(dual_key), [dual_key])
     else:
@@ -136,7 +154,7 @@ def batches(draft: Draft) -> None:
     elif sequences:
         set_tokens(draft, sequences * longest, keys_of("tokens"), longest)
     filters = "data.filter_overlong_prompts"
-    if draft.has(filters):
+    if draft.stage == "rl":
         # Without filtering, theirs cut or refuse an overlong prompt, by data.truncation.
         refuses = not draft.get(filters) and draft.get("data.truncation", default="error") == "error"
         draft.set(filters, not refuses, [filters])
@@ -161,7 +179,7 @@ def layout(draft: Draft) -> None:
                 draft.set(f"parallel.{ours}", size, [key])
             else:
                 draft.note(key, "same", "not set, or 1")
-    sequence = f"{MEGATRON}sequence_parallel"
+    sequence = f"{MEGATRON}sequence_parallel" if draft.stage == "rl" else "engine.sequence_parallel"
     if draft.result.get("parallel.tensor", 1) > 1:
         draft.set("parallel.sequence", draft.get(sequence, default=True), [sequence])
     else:
@@ -172,15 +190,22 @@ def memory(draft: Draft) -> None:
     parts = {"param_offload": "weights", "grad_offload": "gradients", "optimizer_offload": "optimizer"}
     keys = [key for key in keys_of("offload") if draft.has(key)]
     chosen = {parts[name]: key for key in keys if (name := key.rpartition(".")[2]) in parts and draft.get(key)}
+    on_host = f"{ACTOR}optim.override_optimizer_config.optimizer_cpu_offload"
+    if draft.get(on_host):
+        draft.set(
+            "memory.optimizer_on_host", True, [on_host, *(chosen[part] for part in chosen if part == "optimizer")]
+        )
+        chosen.pop("optimizer", None)
+    if draft.stage != "rl":  # weights and gradients are always in use there
+        for part in ("weights", "gradients"):
+            draft.lack([chosen.pop(part)], "partial_offload") if part in chosen else None
     if chosen:
         draft.set("memory.offload", [part for part in parts.values() if part in chosen], chosen.values())
     for key in keys:
         draft.note(key, "same", "off, as here") if not draft.get(key) else None
-    on_host = f"{ACTOR}optim.override_optimizer_config.optimizer_cpu_offload"
-    if draft.get(on_host):
-        draft.set("memory.optimizer_on_host", True, [on_host])
     saves = "enable_gradient_checkpointing"
-    granularity, method, layers = keys_of("recompute")[2:]
+    triples = [keys_of("recompute")[start : start + 3] for start in (2, 5)]
+    granularity, method, layers = triples[0] if draft.stage == "rl" else triples[1]
     given = draft.word(granularity)
     if given in ("full", "selective"):
         draft.set("memory.recompute", given, [granularity, method])
@@ -203,7 +228,7 @@ def learning_rate(draft: Draft) -> None:
     steps = draft.number(f"{ACTOR}optim.lr_warmup_steps", "optim.lr_warmup_steps")
     steps = None if steps is None or steps < 0 else steps * per_step
     ratio = draft.number(*(key for key in keys if key.endswith("ratio")))
-    set_warmup(draft, keys, steps=steps, ratio=ratio, per_step=per_step)
+    set_warmup(draft, keys, steps=steps, ratio=ratio)
     floor = draft.number(*keys_of("floor"))
     lr = draft.result.get("optimizer.lr", 1e-6)
     if floor is not None:
@@ -247,7 +272,14 @@ def correction(draft: Draft) -> None:
     level = draft.word(kind)
     if level in ("token", "sequence"):
         draft.set("algorithm.importance_level", level, [kind])
-        draft.set("algorithm.importance_cap", draft.number(threshold, default=2.0), [threshold])
+        given = draft.get(threshold, default=2.0)
+        if isinstance(given, str) and (bounds := re.fullmatch(r"([\d.]+)_([\d.]+)", given)):
+            # Of two bounds, tokens outside are left out.
+            draft.set("algorithm.importance_correction", "mask", [threshold])
+            draft.set("algorithm.importance_floor", float(bounds[1]), [threshold])
+            draft.set("algorithm.importance_cap", float(bounds[2]), [threshold])
+        else:
+            draft.set("algorithm.importance_cap", draft.number(threshold, default=2.0), [threshold])
     elif draft.number(old):
         draft.set("algorithm.importance_cap", draft.number(old), [old])
     elif draft.result.get("aqn.enabled"):
@@ -269,7 +301,10 @@ def rewards(draft: Draft) -> None:
     if path:
         draft.rewards.append({"name": f"{path}:{name}"} | ({"options": options} if options else {}))
     elif not draft.rewards:
-        data = (draft.get("data.train_files"), "dapo" if draft.get("reward_model.reward_manager") == "dapo" else "")
+        data = (
+            *as_list(draft.get("data.train_files")),
+            "dapo" if draft.get("reward_model.reward_manager") == "dapo" else "",
+        )
         if guessed := guess_reward(draft, data):
             draft.rewards.append({"name": guessed})
     buffer = {key.rpartition(".")[2]: value for key, value in values.items() if "overlong_buffer" in key}
@@ -315,24 +350,40 @@ def logging(draft: Draft) -> None:
         draft.set("checkpoint.resume", draft.get("trainer.resume_from_path"), keys_of("resume"))
 
 
+def _validation(draft: Draft) -> None:
+    """Samples at temperature 0 are all the greedy response, which is always looked at here."""
+    n, sampled, temperature = keys_of("validation")
+    if draft.stage == "rl" and draft.get(sampled) and draft.number(temperature, default=0.0):
+        draft.set("validation.n", draft.count(n, default=1), [n, sampled])
+        draft.set("validation.temperature", draft.number(temperature), [temperature])
+    elif draft.stage == "rl":
+        draft.set("validation.n", 0, [n, sampled, temperature])
+    saves = draft.number("trainer.save_freq", default=-1) or 0
+    if draft.stage == "rl" and saves <= 0:
+        draft.set("checkpoint.save_freq", None, ["trainer.save_freq"])
+
+
 def rest(draft: Draft) -> None:
     """Validation, devices, precision, noise."""
-    n, sampled, temperature = keys_of("validation")
-    if draft.stage == "rl" and draft.get(sampled):
-        draft.set("validation.n", draft.count(n, default=1), [n, sampled])
-        draft.set("validation.temperature", draft.number(temperature, default=1.0) or 1.0, [temperature])
-    elif draft.stage == "rl":
-        draft.set("validation.n", 0, [n, sampled])
-        draft.note(temperature, "same", "not read, as validation does not sample")
+    _validation(draft)
     nodes, per_node = draft.count("trainer.nnodes", default=1) or 1, draft.count("trainer.n_gpus_per_node")
-    if per_node:
+    if per_node and draft.has("trainer.n_gpus_per_node"):
         draft.num_devices = nodes * per_node
         text = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}"
         for key in keys_of("launch"):
             draft.note(key, "mapped", text)
-    device = draft.get("trainer.device")
-    if device is not None:
-        draft.set("platform.name", device, ["trainer.device"])
+    if draft.has("trainer.device") and draft.get("trainer.device") is not None:
+        draft.set("platform.name", draft.get("trainer.device"), ["trainer.device"])
+    for key, ours in zip(keys_of("profile"), ("steps", "ranks"), strict=True):
+        numbers = as_list(draft.get(key))
+        if numbers and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            draft.set(f"trainer.profile.{ours}", numbers, [key])
+        elif numbers:
+            draft.lack([key], "profiler", shown(numbers))
+        else:
+            draft.note(key, "same", "none, as here")
+    set_timeout(draft, "actor_rollout_ref.nccl_timeout")
+    set_vision(draft, f"{ACTOR}freeze_vision_tower")
     dtypes = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
     for key in keys_of("precision"):
         if draft.has(key) and draft.word(key) in dtypes:

@@ -59,8 +59,7 @@ from mega_rl.megatron.checkpoint.writers import (
 )
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
-from mega_rl.parallel.collectives import gather_objects, gather_to_first, own_name, together
-from mega_rl.parallel.figures import is_any
+from mega_rl.parallel.collectives import gather_objects, gather_to_first, is_any, own_name, together
 
 UNFINISHED = (".step_*.incomplete", ".step_*.replaced")  # what a killed save leaves
 LATE_WAIT_S = 5.0  # for the late part at a time: ranks wait for rank 0 in a collective, which has a limit

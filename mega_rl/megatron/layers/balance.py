@@ -26,7 +26,7 @@ from torch import Tensor
 from mega_rl.config.schema.learning import RouterConfig
 from mega_rl.microbatch import Microbatch
 from mega_rl.models.mixture import Mixture
-from mega_rl.parallel.figures import summed
+from mega_rl.parallel.collectives import summed
 from mega_rl.parallel.zigzag import PADDING
 
 

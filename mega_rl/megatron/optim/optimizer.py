@@ -97,9 +97,10 @@ def learning_rate_schedule(
     Raises:
         InputError: warm-up and decay overlap; if the run is counted in epochs, its length is not known earlier.
     """
-    if settings.warmup_steps + (settings.decay_steps or 0) > total_steps:
+    warmup_steps = settings.num_warmup_steps(total_steps)
+    if warmup_steps + (settings.decay_steps or 0) > total_steps:
         raise InputError(
-            f"optimizer.warmup_steps {settings.warmup_steps} and optimizer.decay_steps {settings.decay_steps} are "
+            f"optimizer.warmup_steps {settings.warmup_steps:g} and optimizer.decay_steps {settings.decay_steps} are "
             f"together more than the run's {total_steps} optimizer steps: make them fewer, or the run longer"
         )
     return OptimizerParamScheduler(
@@ -107,8 +108,8 @@ def learning_rate_schedule(
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(total_steps, settings.warmup_steps + 1),
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(total_steps, warmup_steps + 1),
         lr_decay_style=STYLES[settings.schedule],
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

@@ -107,6 +107,9 @@ class Platform(Protocol):
     def set_device(self, local_rank: int) -> torch.device:
         """Bind this process to its device."""
 
+    def device_kind(self, local_rank: int) -> str:
+        """What the device is, in the words of its driver: on devices of one kind the same kernels are chosen."""
+
     def synchronize(self) -> None:
         """Wait for the device."""
 

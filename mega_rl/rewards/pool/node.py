@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Client, Listener
+from queue import SimpleQueue
 from typing import Any
 
 from mega_rl.rewards.pool.dispatch import PoolError
@@ -74,15 +75,16 @@ def _let_in(
     with contextlib.suppress(OSError), stack:
         while num_known < num_ranks:
             connection: Any = listener.accept()
-            if _knows(connection, key):
-                threading.Thread(target=_serve, args=(connection, pool), daemon=True).start()
+            if knows(connection, key):
+                threading.Thread(target=serve, args=(connection, pool), daemon=True).start()
                 num_known += 1
             else:
                 connection.close()
     home.remove()
 
 
-def _knows(connection: Any, key: bytes) -> bool:
+def knows(connection: Any, key: bytes) -> bool:
+    """Whether the other side of a new connection has shown the key; if so it is let in."""
     try:
         if connection.poll(GREETING_S) and secrets.compare_digest(connection.recv_bytes(len(key)), key):
             connection.send_bytes(WELCOME)
@@ -92,7 +94,7 @@ def _knows(connection: Any, key: bytes) -> bool:
     return False
 
 
-def _serve(connection: Any, pool: Pool) -> None:
+def serve(connection: Any, pool: Pool) -> None:
     """Answer one rank's submissions until it ends."""
     is_writing = threading.Lock()
 
@@ -109,34 +111,52 @@ def _serve(connection: Any, pool: Pool) -> None:
             pool.submit(samples).add_done_callback(partial(answer, header["number"]))
 
 
+def loss(owner: str, where: str = "this node") -> PoolError:
+    """That the rank with some workers is gone; ``owner``: what to call it in a sentence."""
+    return PoolError(f"rewards: {owner}, which has the reward workers of {where}, ended; see what it said")
+
+
+def reach(address: WorkerAddress, owner: str) -> RemotePool:
+    """Connect to the workers of another rank of this machine.
+
+    Raises:
+        PoolError: the owner is gone.
+    """
+    try:
+        with _path_of(address.directory) as path:
+            connection: Any = Client(path, "AF_UNIX")
+        introduce(connection, address.key)
+    except (OSError, EOFError) as error:
+        raise loss(owner) from error
+    return RemotePool(connection, address.takes_images, loss(owner))
+
+
+def introduce(connection: Any, key: bytes) -> None:
+    """Show the key to the other side of a new connection, and wait until it lets us in.
+
+    Raises:
+        OSError, EOFError: it does not.
+    """
+    connection.send_bytes(key)
+    if not connection.poll(WELCOME_S):
+        raise EOFError
+    connection.recv_bytes(len(WELCOME))
+
+
 class RemotePool:
-    """The workers that another rank of this machine owns."""
+    """The workers that another rank owns. Whoever submits does not wait for that rank, whatever it does."""
 
-    def __init__(self, address: WorkerAddress, owner: str) -> None:
-        """Connect.
-
-        Args:
-            owner: what to call the other rank in a sentence.
-
-        Raises:
-            PoolError: the owner is gone.
-        """
-        self.takes_images = address.takes_images
+    def __init__(self, connection: Any, takes_images: bool, loss: PoolError) -> None:
+        """``loss``: what all are told that wait for answers when the owner is gone."""
+        self.takes_images = takes_images
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, Future[Answers]] = {}  # without an answer
         self._is_lost = False
-        self._loss = PoolError(f"rewards: {owner}, which has the reward workers of this node, ended; see what it said")
-        try:
-            with _path_of(address.directory) as path:
-                self._connection: Any = Client(path, "AF_UNIX")
-            self._connection.send_bytes(address.key)
-            if not self._connection.poll(WELCOME_S):
-                raise EOFError
-            self._connection.recv_bytes(len(WELCOME))
-        except (OSError, EOFError) as error:
-            raise self._loss from error
-        threading.Thread(target=self._receive, daemon=True).start()
+        self._loss, self._connection = loss, connection
+        self._to_send: SimpleQueue[tuple[int, Sequence[bytes]] | None] = SimpleQueue()
+        for work in (self._send, self._receive):
+            threading.Thread(target=work, daemon=True).start()
 
     def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
         """See `Pool.submit`."""
@@ -147,15 +167,20 @@ class RemotePool:
                 return result
             number = next(self._numbers)
             self._open[number] = result
-            with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too
-                self._connection.send_bytes(json.dumps({"number": number, "num_samples": len(samples)}).encode())
-                for sample in samples:
-                    self._connection.send_bytes(sample)
+            self._to_send.put((number, samples))
         return result
 
     def close(self) -> None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as both_ends:
             both_ends.shutdown(socket.SHUT_RDWR)
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too
+            while (work := self._to_send.get()) is not None:
+                number, samples = work
+                self._connection.send_bytes(json.dumps({"number": number, "num_samples": len(samples)}).encode())
+                for sample in samples:
+                    self._connection.send_bytes(sample)
 
     def _receive(self) -> None:
         with contextlib.suppress(OSError, EOFError):
@@ -171,6 +196,7 @@ class RemotePool:
             self._is_lost = True
             left = list(self._open.values())
             self._open.clear()
+            self._to_send.put(None)
         self._connection.close()
         for result in left:
             result.set_exception(self._loss)

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.collectives import broadcast_object
+from mega_rl.parallel.collectives import broadcast_list, broadcast_object
 from mega_rl.rollout.engine import Ended, Request, ResumingSampler, Sampler, whole
 from mega_rl.types import Score, Trajectory, TrajectorySummary
 
@@ -163,6 +163,10 @@ class Round:
         """The leader's value on every rank of the engine; collective among them."""
         return value if self.ranks is None else broadcast_object(value, self.ranks)
 
+    def share_list(self, values: list[Told]) -> list[Told]:
+        """The same of a list that is mostly empty, which then takes no object."""
+        return values if self.ranks is None else broadcast_list(values, self.ranks)
+
 
 @dataclass
 class _UnderWay:
@@ -292,7 +296,7 @@ class _Collection:
         """Take up what was decided since the last call, and begin with replacements."""
         if not self._num_unscored:
             return []
-        decisions = self._round.share(self._scoring.decide(wait_for_one=is_idle) if self._round.is_leader else [])
+        decisions = self._round.share_list(self._scoring.decide(wait_for_one=is_idle) if self._round.is_leader else [])
         for decision in decisions:
             self._num_unscored -= 1
             found = self._under_way.remove(decision.ticket)

@@ -144,8 +144,8 @@ class ReplayEngine:
         return self.step()
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        """Of no engine."""
-        return []
+        """Nobody may ask: there is no engine."""
+        raise AssertionError("recorded responses have no engine that could be asked")
 
     def _find(self, request: Request) -> Trajectory:
         return self._records.find(self._version + 1, request)

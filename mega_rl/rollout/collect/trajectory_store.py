@@ -35,10 +35,13 @@ class TrajectoryStore:
         layout: of the trainer.
         rank: this one.
         group: the ranks that learn from the same sequences as this one; None: it is alone.
+        engine: the number of the one that samples all that this rank owns; None: trajectories say theirs.
     """
 
-    def __init__(self, layout: ParallelLayout, rank: int, group: dist.ProcessGroup | None = None) -> None:
-        self._layout, self._rank, self._group = layout, rank, group
+    def __init__(
+        self, layout: ParallelLayout, rank: int, group: dist.ProcessGroup | None = None, engine: int | None = None
+    ) -> None:
+        self._layout, self._rank, self._group, self._engine = layout, rank, group, engine
         self._groups = layout.sequence_groups()
         self._data_rank = layout.coordinates(rank).data
         assert (group is None) == (len(self._groups[self._data_rank]) == 1), "ranks that share need a group"
@@ -48,19 +51,21 @@ class TrajectoryStore:
         self._received: dict[tuple[int, int], TrajectoryTokens] = {}
 
     @classmethod
-    def open(cls, layout: ParallelLayout, timeout_s: float) -> TrajectoryStore:
-        """The store of this rank; collective over all."""
+    def open(cls, layout: ParallelLayout, timeout_s: float, engine: int | None = None) -> TrajectoryStore:
+        """The store of this rank; collective over all. ``engine`` is as above."""
         groups, group = layout.sequence_groups(), None
         if len(groups[0]) > 1:
             timeout = datetime.timedelta(seconds=timeout_s)
             group, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo", timeout=timeout)
-        return cls(layout, dist.get_rank(), group)
+        return cls(layout, dist.get_rank(), group, engine)
 
     def add(self, trajectory: Trajectory) -> TrajectorySummary:
         """Own a trajectory from now on."""
         number, self._num_owned = self._num_owned, self._num_owned + 1
         self._own[number] = trajectory
-        return trajectory.summary(self._rank, number)
+        summary = trajectory.summary(self._rank, number)
+        is_said = trajectory.engine is not None or len(summary.versions) > 1  # another engine may have begun a tail
+        return summary if is_said else summary._replace(engine=self._engine)
 
     def adopt(self, trajectories: Sequence[Trajectory]) -> list[TrajectorySummary]:
         """Take in, as the first ones, trajectories that all ranks were given: rank 0 owns them."""

@@ -156,6 +156,7 @@ class Conversation:
         if not self._sampled and unknown is None:
             unknown = UnknownReward("no_room", "the messages of start() leave no room for a turn")
         last = self._sampled[-1].finish_reason if self._sampled else "stop"
+        engines = {turn.engine for turn in self._sampled}
         return Trajectory(
             self._prompt,
             self._request.sample_index,
@@ -170,6 +171,7 @@ class Conversation:
             Outcome(
                 episode.stop, len(self._sampled), episode.reward, unknown, dict(episode.metrics), episode.turn_rewards
             ),
+            engines.pop() if len(engines) == 1 else None,
         )
 
     def _routed_experts(self) -> npt.NDArray[np.unsignedinteger[Any]] | None:

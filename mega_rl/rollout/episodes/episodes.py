@@ -23,7 +23,7 @@ from typing import Any
 
 from mega_rl.environments.episode import Episode
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.collectives import broadcast_object
+from mega_rl.parallel.collectives import broadcast_list, broadcast_object
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
 from mega_rl.rollout.episodes.episode_tokens import Conversation, EpisodePlan, Next
 from mega_rl.rollout.episodes.waiting_threads import WaitingThreads
@@ -135,7 +135,7 @@ class EpisodeSampler:
         if self._with_environment:
             said = self._told() if self._is_leader else []
             requests: list[Request] = []
-            for one in said if self._ranks is None else broadcast_object(said, self._ranks):
+            for one in said if self._ranks is None else broadcast_list(said, self._ranks):
                 self._with_environment.remove(one.key)
                 if one.next is None:
                     ended.append(self._end(one.key))

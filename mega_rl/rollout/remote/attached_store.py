@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
+from mega_rl.platform.transfers import HostCopies
 from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm, WantedVersion, take
 
 WATCH_S = 1.0  # between two looks whether the store's process is there
@@ -24,6 +25,7 @@ class AttachedStore:
     def __init__(self) -> None:
         self._form: StoreForm | None = None
         self._store: Store | None = None
+        self._copies: HostCopies | None = None
         self._lock = threading.Lock()  # held while weights are read
         self._is_watched = False
         self._has_fixed = False  # whether the engine holds what no version of this form changes, proved
@@ -38,7 +40,9 @@ class AttachedStore:
         self, store: Store, worker: int, slot: int, wanted: WantedVersion, live: Mapping[str, torch.Tensor]
     ) -> None:
         """As ``weight_store.take``: all at first, then only what can differ."""
-        self.num_bytes += take(store, worker, slot, wanted, live, self._has_fixed)
+        if self._copies is None:
+            self._copies = HostCopies(next(iter(live.values())).device)
+        self.num_bytes += take(store, worker, slot, wanted, live, self._has_fixed, self._copies)
         self._has_fixed = True
 
     @contextmanager

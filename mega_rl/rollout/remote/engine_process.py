@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from mega_rl.observe.pulse import PulseWriter
 from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
+from mega_rl.platform.contract.versions import installed
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
 from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
@@ -33,6 +35,9 @@ from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Trajectory
 
+KERNEL_COMPONENTS = ("torch", "cann", "vllm", "vllm-ascend", "triton-ascend")
+KERNEL_PACKAGES = ("triton", "flashinfer-python")
+KERNEL_WORDS = ("MOE", "FLASHINFER", "GEMM", "MARLIN", "QUANT", "CUTLASS", "AITER", "AMX", "SGL")
 REST_S = 0.05  # of an engine that is told to sample on without whole weights
 
 
@@ -102,6 +107,12 @@ class EngineProcess:
         mask = None if here.visible_devices_variable is None else os.environ.get(here.visible_devices_variable)
         return mask, here.actor_device(_assigned(), os.environ)
 
+    def kind(self, spec: EngineSpec) -> str:
+        """Device, programs and variables that decide which kernels an engine here takes, before it is started."""
+        here = _select(spec)
+        _, index = self.device(spec.platform_name)
+        return ", ".join([here.device_kind(index), *_versions(), *_kernel_variables()])
+
     def open(self, spec: EngineSpec) -> MeetingPoint:
         """The address at which the workers of this engine, all on one node, meet; only the first worker is asked."""
         backend = _select(spec).backend
@@ -149,6 +160,9 @@ class EngineProcess:
         if spec.episodes is not None:
             self._sampler = episodes_on(self._engine, spec.episodes(), tensor_rank, point.world_size)
         return self._engine.num_slots
+
+    def accept(self) -> None:
+        """The trainer's word that engines of this kind load the model as it does: from here on this one serves."""
 
     @property
     def engine(self) -> ReceivingEngine:
@@ -316,6 +330,25 @@ def episodes_on(engine: ProbedSampler, plan: EpisodePlan, tensor_rank: int, engi
 
 def _select(spec: EngineSpec) -> platform.Platform:
     return platform.select(spec.platform_name, platform.engine_role(spec.rollout, spec.is_deterministic))
+
+
+def _versions() -> list[str]:
+    """Of the installed programs that choose and bring kernels."""
+    known = installed()
+    found = {name: known[name] for name in KERNEL_COMPONENTS}
+    for name in KERNEL_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return [f"{name} {version}" for name, version in found.items() if version is not None]
+
+
+def _kernel_variables() -> list[str]:
+    """The variables by which vLLM is told of kernels."""
+    return [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("VLLM_") and any(word in name for word in KERNEL_WORDS)
+    ]
 
 
 def _assigned() -> dict[str, list[str]]:

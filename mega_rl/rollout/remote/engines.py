@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.collectives import broadcast_object, together
+from mega_rl.parallel.collectives import broadcast_object, together, told_numbers
 from mega_rl.rollout.engine import Ended, Request
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.placement import EngineGroup
@@ -18,6 +20,7 @@ from mega_rl.rollout.requests import check_length
 from mega_rl.types import Trajectory
 
 MAX_STEPS = 64  # of an engine between two words of it: so long the other ranks wait in a collective
+GATHERED_S = 0.5  # what the engines end in this time, rank 0 tells the other ranks at once
 
 
 class RemoteEngines:
@@ -87,15 +90,31 @@ class RemoteEngines:
         return request.prompt.index, self._homes.get(key) if request.turn else None
 
     def step(self) -> Sequence[Ended]:
-        """What the first engine has ended that ends any, or has sampled for a while; the others sample on meanwhile."""
+        """What the engines have ended until ``GATHERED_S`` after the first of them answered, or until nothing is left.
+
+        All of them sample on meanwhile. So the other ranks are told a few times a second, however many engines there
+        are and however many responses end.
+        """
         trajectories: list[Trajectory] = []
         with together("sampling"):
             if self._fleet is not None and self._under_way:
-                for engine, load in enumerate(self._loads):
-                    if load and engine not in self._advancing:
-                        self._advancing[engine] = self._fleet.submit_to(engine, "advance", MAX_STEPS)
-                trajectories = self._advanced(self._fleet, self._fleet.first_done(self._advancing))
+                trajectories = self._gathered(self._fleet)
         return self._told(trajectories)
+
+    def _gathered(self, fleet: EngineGroup) -> list[Trajectory]:
+        """On rank 0 only."""
+        found: list[Trajectory] = []
+        until: float | None = None  # an engine answers
+        while any(self._loads):
+            for engine, load in enumerate(self._loads):
+                if load and engine not in self._advancing:
+                    self._advancing[engine] = fleet.submit_to(engine, "advance", MAX_STEPS)
+            done = fleet.first_done(self._advancing, None if until is None else max(0.0, until - time.monotonic()))
+            if done is None:
+                break
+            found += self._advanced(fleet, done)
+            until = time.monotonic() + GATHERED_S if until is None else until
+        return found
 
     def _advanced(self, fleet: EngineGroup, engine: int) -> list[Trajectory]:
         """What an engine that was asked to advance has ended; on rank 0 only."""
@@ -105,12 +124,18 @@ class RemoteEngines:
         ended: list[Trajectory] = fleet.results(calls, "sampling", first_worker=first_worker)[0]
         HEART.mark()
         self._loads[engine] -= len(ended)
-        return ended
+        return [self._named(trajectory, engine) for trajectory in ended]
+
+    def _named(self, trajectory: Trajectory, engine: int) -> Trajectory:
+        """With the engine that sampled it, if it was one alone."""
+        request = self._under_way[trajectory.prompt.index, trajectory.sample_index]
+        return trajectory if request.tail is not None else replace(trajectory, engine=engine)
 
     def _told(self, trajectories: list[Trajectory]) -> Sequence[Ended]:
         """What rank 0 has got, and on the others the requests that it answers. Collective."""
-        ended = broadcast_object([(t.prompt.index, t.sample_index) for t in trajectories])
-        answered = [self._under_way.pop(key) for key in ended]
+        own = [number for t in trajectories for number in (t.prompt.index, t.sample_index)]
+        numbers = [int(number) for number in told_numbers(own)]
+        answered = [self._under_way.pop(key) for key in zip(numbers[::2], numbers[1::2], strict=True)]
         return answered if self._fleet is None else trajectories
 
     def interrupt(self) -> tuple[Sequence[Ended], Sequence[Request]]:

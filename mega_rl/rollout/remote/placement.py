@@ -81,13 +81,17 @@ class EngineGroup:
         """Ray's reference to a value, to be an argument of calls: it comes to every node once."""
         return self._ray.put(value)
 
-    def first_done(self, calls: Mapping[int, Sequence[Any]]) -> int:
-        """Waits for the first worker of any of these engines; returns the engine."""
+    def first_done(self, calls: Mapping[int, Sequence[Any]], wait_s: float | None = None) -> int | None:
+        """Waits for the first worker of any of these engines; returns the engine.
+
+        Args:
+            wait_s: so long at most, seconds, and None is returned if none is done; None: until one is.
+        """
         engines = {of_workers[0]: engine for engine, of_workers in calls.items()}
         names = [self._name(engine * self.engine_size) for engine in calls]
         with HEART.waiting(" ".join([*names, "sampling"]), is_for_ranks=False):
-            (done, *_), _ = self._ray.wait(list(engines))
-        return engines[done]
+            done, _ = self._ray.wait(list(engines), timeout=wait_s)
+        return engines[done[0]] if done else None
 
     def results(
         self, calls: Sequence[Any], doing: str, timeout_s: float | None = None, first_worker: int = 0

@@ -32,8 +32,10 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice
 from mega_rl.errors import InputError
 from mega_rl.fleet.tickets import named
+from mega_rl.platform.transfers import HostCopies
 
 ALIGNMENT = 4096  # of every parameter, bytes: a page
+FIXED_STAMP = 2  # of what no version changes, once it is there
 PROOF_BYTES = 16  # of the digest of a part's hashes
 LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
@@ -238,6 +240,7 @@ class Store:
             for part, number, found in zip(self.form.plan(worker).parts, (None, slot), of_parts, strict=True):
                 part.hashes_in(self.memory(worker, number))[:] = found
             proofs.append((_proof(of_parts[0]), _proof(of_parts[1])))
+        self.stamp(None, FIXED_STAMP)
         self.stamp(slot, stamp)
         return StoredVersion(version, stamp, tuple(proofs))
 
@@ -263,12 +266,14 @@ def take(
     wanted: WantedVersion,
     live: Mapping[str, torch.Tensor],
     has_fixed: bool = False,
+    copies: HostCopies | None = None,
 ) -> int:
     """Copy a version into the live parameters of an engine's worker, and prove what has been written.
 
     Args:
         slot: that the version is in.
         has_fixed: they hold what no version changes already, proved.
+        copies: ways to their device; None: they are on the host.
 
     Returns:
         The bytes that were copied.
@@ -278,7 +283,7 @@ def take(
         RewrittenError: the version has been replaced meanwhile.
         RuntimeError: they hold something else than the trainer has put there.
     """
-    form, plan = store.form, store.form.plan(worker)
+    form, plan, copies = store.form, store.form.plan(worker), copies or HostCopies(torch.device("cpu"))
     if not has_fixed and (words := difference(live, [*plan.fixed.slices, *plan.slot.slices], form.dtype)):
         raise InputError(f"{named(wanted.version)} cannot be written in place: {words}")
     num_bytes = 0
@@ -288,8 +293,9 @@ def take(
         memory = store.memory(worker, number)
         with torch.no_grad():
             for name, tensor in part.parameters(memory).items():
-                live[name][tuple(slice(extent) for extent in tensor.shape)].copy_(tensor)
+                copies.copy(live[name][tuple(slice(extent) for extent in tensor.shape)], tensor)
                 num_bytes += tensor.nbytes
+            copies.finish()
         found = part.hashes_of(live, form.salt)
         if _proof(found) == proof:
             continue

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from mega_rl.errors import InputError
@@ -18,6 +19,7 @@ from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.rollout.scheduling.fleet_record import FleetRecord
 from mega_rl.rollout.scheduling.fleet_requests import ControlQuestion, Mailbox
 
+MAX_LOOKS = 64  # at the room of engines at a time: each is a question to Ray
 LOG = logging.getLogger(__name__)
 MAX_WAITING = 1024  # engines that room is waited for: each is asked for one by one, while nothing else is heard
 
@@ -30,6 +32,7 @@ class Adding:
     engines: Sequence[int]
     until_s: float
     wait_s: float
+    without_room: list[int]  # of the engines, as far as it is known
 
 
 class ControlRequests:
@@ -119,12 +122,15 @@ class ControlRequests:
             except PlacesError as error:
                 self._give_up(name, engines[:number], str(error))
                 return
-        self._adding.append(Adding(name, engines, time.monotonic() + question.wait_s, question.wait_s))
+        self._adding.append(Adding(name, engines, time.monotonic() + question.wait_s, question.wait_s, [*engines]))
 
     def _go_on_adding(self, adding: Adding) -> None:
         try:
-            has_room = all(map(self._executor.has_room, adding.engines))
-            if not has_room and time.monotonic() < adding.until_s:
+            asked = adding.without_room[:MAX_LOOKS]
+            found = [*takewhile(self._executor.has_room, asked)]
+            del adding.without_room[: len(found)]
+            has_room = not adding.without_room
+            if not has_room and (found == asked or time.monotonic() < adding.until_s):
                 return
             why = "" if has_room else self._no_room(adding)
         except PlacesError as error:

@@ -26,12 +26,19 @@ from mega_rl.rollout.requests import check_length, joined, resumed, text_of, tra
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
 from mega_rl.rollout.vllm.start.construction import construct
 from mega_rl.rollout.vllm.start.cpu_adjustments import plain_weights
-from mega_rl.rollout.vllm.start.environment import EngineGenerators, preserved_generators, set_environment
+from mega_rl.rollout.vllm.start.environment import (
+    EngineGenerators,
+    preserved_generators,
+    set_batch_invariance,
+    set_environment,
+)
 from mega_rl.rollout.vllm.start.options import LOGPROBS_MODE
 from mega_rl.rollout.vllm.start.seeing import PromptRenderer, Sight, check_tokens
-from mega_rl.rollout.vllm.start.versions import leave_routing_to_first_rank, taken_out
+from mega_rl.rollout.vllm.start.versions import external_name, leave_routing_to_first_rank, taken_out
 from mega_rl.rollout.vllm.weight_changes import WeightChanges
 from mega_rl.types import Trajectory
+
+PROBE = "probe"  # a request's name, where those of responses are numbers
 
 
 class VLLMEngine:
@@ -66,6 +73,8 @@ class VLLMEngine:
             sight: for prompts with pictures; None: there are none.
         """
         set_environment(device_type)
+        if rollout.batch_invariant:
+            set_batch_invariance(device_type)
         self._rollout = rollout
         self._is_live = rollout.weight_update != "reload"
         self._max_model_len = max_model_len
@@ -74,6 +83,7 @@ class VLLMEngine:
         self._version = 0
         self._under_way: dict[int, Request] = {}  # by number of submission
         self._num_submitted = 0
+        self._beside: list[tuple[int, Trajectory]] = []  # with their numbers: responses that ended beside a probe
         self._loaded: set[str] | None = None  # names loaded by the update under way; None outside of one
         self._llm = construct(str(model_path), rollout, max_model_len, device_type, dtype, slots, sight)
         self._changes = WeightChanges(self._llm, keeps_cache=rollout.kv_on_update == "keep")
@@ -104,7 +114,7 @@ class VLLMEngine:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._under_way)
+        return len(self._under_way) + len(self._beside)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.enter(requests)
@@ -143,13 +153,14 @@ class VLLMEngine:
 
     def numbered_step(self) -> list[tuple[int, Trajectory]]:
         """The responses that one step of the engine ends, with their numbers of submission, ascending."""
+        beside, self._beside = self._beside, []
         if not self._under_way:
-            return []
+            return beside
         with self._generators.in_use():
             outputs = self._llm.llm_engine.step()
         HEART.mark()
         finished = {int(output.request_id): output for output in outputs if output.finished}
-        return self._ended(finished)
+        return sorted(beside + self._ended(finished), key=itemgetter(0))
 
     def _ended(self, finished: Mapping[int, Any]) -> list[tuple[int, Trajectory]]:
         """What vLLM has ended, by number of submission, as trajectories."""
@@ -174,7 +185,8 @@ class VLLMEngine:
         self._under_way.clear()
         self._changes.forget()
         self._rest_if_idle()
-        return [], requests
+        beside, self._beside = self._beside, []
+        return [trajectory for _, trajectory in beside], requests
 
     def _trajectory(self, number: int, output: Any) -> Trajectory:
         request = self._under_way.pop(number)
@@ -202,20 +214,26 @@ class VLLMEngine:
         return None if routed is None else routed[:, sorted(self._mixture.layers)].astype(dtype)
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        """As ``temperature_probe.Probed``, of this one engine; its ranks make the same calls."""
-        assert self._loaded is None and not self._under_way, (
-            "a probe inside an update, or while responses are under way"
-        )
+        """As ``temperature_probe.Probed``, of this one engine; its ranks make the same calls.
+
+        Responses that are under way go on meanwhile; those that end are returned by the next step.
+        """
+        assert self._loaded is None, "a probe inside an update"
         prompt = {"type": "token", "prompt_token_ids": list(prompt_ids)[: self._max_model_len - 1]}
         num_logprobs = min(NUM_LOGPROBS, self._llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        finished: dict[int, Any] = {}  # beside it
+        answer: Any = None
         with preserved_generators(self._device_type):
-            self._llm.llm_engine.add_request(
-                "probe", prompt, _probe_params(temperature, num_logprobs), lora_request=self._adapter
-            )
-            outputs: list[Any] = []
-            while not outputs:
-                outputs = [output for output in self._llm.llm_engine.step() if output.finished]
-        (answer,) = outputs[0].outputs
+            params = _probe_params(temperature, num_logprobs)
+            self._llm.llm_engine.add_request(PROBE, prompt, params, lora_request=self._adapter)
+            while answer is None:
+                for output in self._llm.llm_engine.step():
+                    if output.finished and external_name(output.request_id) == PROBE:
+                        (answer,) = output.outputs
+                    elif output.finished:
+                        finished[int(output.request_id)] = output
+        if finished:
+            self._beside += self._ended(finished)
         (row,) = answer.logprobs
         return [{token: entry.logprob for token, entry in row.items()}]
 

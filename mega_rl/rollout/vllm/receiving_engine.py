@@ -11,7 +11,7 @@ from mega_rl.rollout.partial import ResponsePiece, piece_of
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.requests import resumed
 from mega_rl.rollout.vllm.engine import VLLMEngine
-from mega_rl.rollout.vllm.start.environment import set_environment
+from mega_rl.rollout.vllm.start.environment import set_batch_invariance, set_environment
 from mega_rl.rollout.vllm.start.options import TRANSFER_BACKEND
 from mega_rl.rollout.vllm.start.seeing import Sight
 from mega_rl.rollout.vllm.start.versions import outputs_so_far, start_arguments
@@ -33,6 +33,8 @@ class ReceivingEngine(VLLMEngine):
         sight: Sight | None = None,
     ) -> None:
         set_environment(device_type)
+        if rollout.batch_invariant:
+            set_batch_invariance(device_type)
         _register()
         super().__init__(
             model_path,
@@ -77,6 +79,7 @@ class ReceivingEngine(VLLMEngine):
         """Drop all that is under way; nothing is returned for it."""
         self._llm.llm_engine.abort_request([str(number) for number in self._under_way])
         self._under_way.clear()
+        self._beside.clear()
         self._changes.forget()
         self._rest_if_idle()
 

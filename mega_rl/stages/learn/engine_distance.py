@@ -47,6 +47,7 @@ class Distance(NamedTuple):
 
 
 Distances = Mapping[Group, Distance]
+_NO_ENGINE = -1
 
 
 def added(parts: Iterable[Distances], key: Callable[[Group], Group] = lambda group: group) -> dict[Group, Distance]:
@@ -58,6 +59,24 @@ def added(parts: Iterable[Distances], key: Callable[[Group], Group] = lambda gro
     return {
         group: Distance(math.fsum(one.total for one in own), sum(one.num_tokens for one in own))
         for group, own in found.items()
+    }
+
+
+def to_numbers(distances: Distances) -> list[float]:
+    """For other ranks."""
+    return [
+        number
+        for (engine, staleness), one in distances.items()
+        for number in (_NO_ENGINE if engine is None else engine, staleness, *one)
+    ]
+
+
+def of_numbers(numbers: Sequence[float]) -> dict[Group, Distance]:
+    """The inverse of ``to_numbers``."""
+    parts = zip(numbers[::4], numbers[1::4], numbers[2::4], numbers[3::4], strict=True)
+    return {
+        Group(None if engine == _NO_ENGINE else int(engine), int(age)): Distance(total, int(num_tokens))
+        for engine, age, total, num_tokens in parts
     }
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mega_rl import platform
 from mega_rl.config import RunConfig
+from mega_rl.errors import GateFailure
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
-from mega_rl.parallel.collectives import broadcast_object, gather_to_first, is_first
+from mega_rl.parallel.collectives import broadcast_list, is_first, numbers_to_first, told_numbers
 from mega_rl.stages.learn.engine_distance import (
     Distance,
     Distances,
@@ -28,8 +29,10 @@ from mega_rl.stages.learn.engine_distance import (
     TooFar,
     added,
     distances,
+    of_numbers,
     staleness_figures,
     staleness_T,
+    to_numbers,
     too_far,
 )
 from mega_rl.stages.learn.logprob_difference import LogprobDifference, difference, merged, over_ranks
@@ -50,10 +53,6 @@ GATES = {
 }
 RESUMED = ("ppo_kl", "ratio", "engine")  # of the first step of a resumed run
 RUNNING = ("engine",)  # of all other steps
-
-
-class GateFailure(RuntimeError):
-    """A step shows that the run would not learn what it is meant to."""
 
 
 class GatedStep(NamedTuple):
@@ -202,13 +201,12 @@ class Gates:
 
     def _engines(self, own: Distances) -> tuple[dict[Group, Distance], list[TooFar]]:
         """What all ranks found, by staleness, and what is too far; only rank 0 sees every engine. Collective."""
-        parts, verdict = gather_to_first(own if self.is_counted else {}), None
-        if is_first():
-            found = added(parts)
-            far = [] if "engine" in self.settings.disabled else too_far(found, self._limits(found))
-            verdict = added([found], lambda group: Group(None, group.staleness)), far
-        answer: tuple[dict[Group, Distance], list[TooFar]] = broadcast_object(verdict)
-        return answer
+        rows = numbers_to_first(to_numbers(own if self.is_counted else {}))
+        found, far = added(map(of_numbers, rows)), list[TooFar]()
+        if is_first() and "engine" not in self.settings.disabled:
+            far = too_far(found, self._limits(found))
+        by_age = added([found], lambda group: Group(None, group.staleness))
+        return of_numbers(told_numbers(to_numbers(by_age))), broadcast_list(far)
 
     def _limits(self, found: Distances) -> dict[int, float]:
         """By staleness of what was found: how far such tokens may be, nats per token; none of what cannot be."""

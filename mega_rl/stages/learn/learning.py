@@ -22,8 +22,7 @@ from mega_rl.data.packing import sequence_of
 from mega_rl.megatron.engine import LossFunction, MegatronEngine
 from mega_rl.megatron.reference import Reference
 from mega_rl.microbatch import Microbatch, Sequence
-from mega_rl.parallel.collectives import gather_objects, together
-from mega_rl.parallel.figures import column_sums, reduced
+from mega_rl.parallel.collectives import column_sums, gather_objects, reduced, together
 from mega_rl.parallel.schedule import split_even
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.stages.learn.critic import Critic

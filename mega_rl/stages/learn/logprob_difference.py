@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.microbatch import Microbatch
-from mega_rl.parallel.figures import reduced
+from mega_rl.parallel.collectives import reduced
 
 
 @dataclass(frozen=True)

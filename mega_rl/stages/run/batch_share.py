@@ -12,8 +12,7 @@ from mega_rl.algorithms.reduce import Denominators
 from mega_rl.data.packing import pack
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.microbatch import Figures, Microbatch, Sequence
-from mega_rl.parallel.collectives import gather_objects
-from mega_rl.parallel.figures import is_any, reduced
+from mega_rl.parallel.collectives import gather_objects, is_any, reduced
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
 from mega_rl.types import TokenSource, TrajectorySummary, TrajectoryTokens

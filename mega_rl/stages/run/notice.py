@@ -18,8 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mega_rl.parallel.collectives import gather_objects
-from mega_rl.parallel.figures import smallest
+from mega_rl.parallel.collectives import gather_objects, smallest
 from mega_rl.parallel.watch.watch import machine
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -50,7 +50,10 @@ class SamplingJob(Job):
     @cached_property
     def trajectory_store(self) -> TrajectoryStore:
         """The tokens of what is sampled."""
-        return TrajectoryStore.open(self.layout, self.config.trainer.collective_timeout_s)
+        rollout, timeout_s = self.config.rollout, self.config.trainer.collective_timeout_s
+        is_here = rollout.placement == "colocated" and rollout.replay is None
+        engine = self.engine_layout.replica(dist.get_rank()) if is_here else None
+        return TrajectoryStore.open(self.layout, timeout_s, engine)
 
     @cached_property
     def plan(self) -> EpisodePlan | None:

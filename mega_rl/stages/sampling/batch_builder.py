@@ -31,7 +31,6 @@ from mega_rl.rollout.collect.replicas import collect_everywhere, engine_ranks
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.engine import ProbedSampler, Request
 from mega_rl.rollout.requests import make_requests
-from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.stages.learn.learning import rewards_of_turns
 from mega_rl.stages.run.episodes import without_reward
 from mega_rl.stages.run.sampling_job import SamplingJob
@@ -67,11 +66,6 @@ class Batch:
 
 class Batches(Protocol):
     """Where the groups of every step come from; what a checkpoint holds of it is as of a ``Source``."""
-
-    @property
-    def probed(self) -> Probed:
-        """The engines, for questions before anything is sampled."""
-        ...
 
     def build(self, step: int) -> Batch:
         """The groups of one step, after the push of the weights that it trains. Collective."""
@@ -121,7 +115,7 @@ class BatchBuilder:
         self._stream, self._engine, self._scorer = stream, engine, scorer
         self._is_leader = layout.tensor_rank(dist.get_rank()) == 0
         self._ranks = engine_ranks(layout, job.config.trainer.collective_timeout_s)
-        self._rendezvous, self.probed = job.rendezvous, engine
+        self._rendezvous = job.rendezvous
         self._scoring_time = BusyTime()
         self._trajectory_store, self._validation = job.trajectory_store, validation
         self._carried: list[GroupSummary] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import Batch, BusyTime, judged, staleness_metrics, teaches
 from mega_rl.stages.sampling.ticket_requests import TicketRequests, TicketScoring
+from mega_rl.stages.weights.engine_probe import Probe
 from mega_rl.stages.weights.weight_sync import Sync
 from mega_rl.types import Prompt
 
@@ -44,10 +45,7 @@ class Fleet:
     num_engines: int
     limits: EngineLimits
     open: Callable[[Requests], FleetExecutor]  # starts nothing yet; called on rank 0
-
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        """Of no engine: each has proved its weights before it serves."""
-        return []
+    probe: Probe  # is told of everything that is pushed for training
 
 
 def rules_of(config: RunConfig, num_engines: int, num_prompts: int, total_steps: int) -> Rules:
@@ -94,7 +92,6 @@ class FleetBatches:
         self._done: list[GroupSummary] = []  # of the step before
         self._num_built = 0  # steps of the run so far
         self._published = 0  # the newest version that the scheduler knows of
-        self.probed = fleet
 
     def build(self, step: int) -> Batch:
         """As of ``Batches``. The tokens of the step before are forgotten.
@@ -122,7 +119,7 @@ class FleetBatches:
         """As of ``Batches``, on rank 0. Engines go on with the steps in the air, the newest included, besides."""
         sync.push(version, is_validation=True)
         if version < self._rules.total_steps:
-            sync.push(version)  # for the step that may begin with it
+            self._fleet.probe.check(sync.push(version))  # for the step that may begin with it
         found = self._on_first("validation", partial(self._validated, version))
         sync.end_sampling()
         return found or []
@@ -206,6 +203,7 @@ class FleetBatches:
             "rollout.mode": rollout.mode,
             "rollout.max_staleness": rollout.max_staleness,
             "rollout.n": rollout.n,
+            "rollout.batch_invariant": rollout.batch_invariant,
             "rollout.routing_replay": rollout.routing_replay,
             "data.train_batch_size": size,
         }

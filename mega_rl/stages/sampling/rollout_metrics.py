@@ -15,8 +15,7 @@ from mega_rl.data.pictures.thumbnails import thumbnails_of
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks.sinks import ShownSample
-from mega_rl.parallel.collectives import is_first
-from mega_rl.parallel.figures import placed
+from mega_rl.parallel.collectives import is_first, placed
 from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
 from mega_rl.rollout.collect.records import to_rows, write_step
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore

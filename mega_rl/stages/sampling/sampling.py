@@ -14,25 +14,33 @@ from mega_rl.fleet.executor import Requests
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.collect.replay import RecordedExecutor, Records
+from mega_rl.rollout.engine_checks import FleetChecks
 from mega_rl.rollout.remote.fleet.leases import keeping
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink
+from mega_rl.rollout.remote.load_checks import LoadChecks
+from mega_rl.rollout.remote.sink import remote_layout
 from mega_rl.stages.run.episodes import plan_there, with_episodes
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import BatchBuilder, Batches
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.sampling.validation import validation_set
+from mega_rl.stages.score.scoring import share_nodes
 from mega_rl.stages.weights import engines, outgoing
+from mega_rl.stages.weights.engine_probe import EngineProbe, FleetProbe, NoEngine, Probe, check_plan
 from mega_rl.stages.weights.weight_sync import RecordedSync, Sync
+
+SLOW_LOAD = 1e7  # bytes a second that a worker copies and hashes at least
 
 
 def recorded_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
     """Engines that answer with what a run recorded, and their sync."""
     config = job.config.rollout
     assert config.replay is not None, "there are records"
-    job.say(f"rollout.replay: responses come from {config.replay}, there is no engine to validate with")
+    engines.say_replay(job)
     records = Records(Path(config.replay), job.shape.mixture)
-    return Fleet(config.num_engines, limits_of(config), partial(RecordedExecutor, records)), RecordedSync(None, noise)
+    made = partial(RecordedExecutor, records)
+    return Fleet(config.num_engines, limits_of(config), made, NoEngine()), RecordedSync(None, noise)
 
 
 def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tuple[Fleet, Sync]:
@@ -48,22 +56,33 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
         weights, config.tensor_parallel_size, num_slots=config.max_staleness + 2, has_validation=has_validation
     )
 
+    wanted = remote_layout(weights, config.tensor_parallel_size, config.num_engines * config.tensor_parallel_size)
+    loads = LoadChecks(spec, outgoing.load_proof(job, actor, weights, wanted), job.say)
+    checks = FleetChecks(check_plan(job.config, job.shape.vocab_size, job.say))
+
     def opened(requests: Requests) -> RayExecutor:
         assert sink.store is not None, "rank 0 has the store"
         kept_by = keeping(job.output_dir, config.engine_lease_s)
-        executor = RayExecutor(spec, config.num_engines, requests, sink.store, sink.stored, kept_by, job.picture_set)
+        work = Work(requests, checks, job.picture_set)
+        executor = RayExecutor(loads, config.num_engines, work, sink.store, sink.stored, kept_by)
         if executor.num_survivors:
             job.say(f"attached to {executor.num_survivors} rollout engines that the trainer before left running")
         return executor
 
     sync = outgoing.weight_sync(job, actor, sink, noise, weights.slots)
-    return Fleet(config.num_engines, limits_of(config), opened), sync
+    largest = max(plan.num_bytes(1) for plan in sink.form.plans)
+    return Fleet(config.num_engines, limits_of(config, largest), opened, FleetProbe(checks)), sync
 
 
-def limits_of(config: RolloutConfig) -> EngineLimits:
-    """What an engine may take, and how long; once it has started, it says itself how many responses it takes."""
+def limits_of(config: RolloutConfig, num_bytes: int = 0) -> EngineLimits:
+    """What an engine may take, and how long; once it has started, it says itself how many responses it takes.
+
+    Args:
+        num_bytes: that a worker of an engine copies at most for a version.
+    """
     slots = int(config.vllm.get("max_num_seqs") or EngineLimits.slots)
-    return EngineLimits(slots, progress_s=config.engine_timeout_s, restarts=config.engine_restarts)
+    load_s = max(EngineLimits.load_s, num_bytes / SLOW_LOAD)
+    return EngineLimits(slots, progress_s=config.engine_timeout_s, load_s=load_s, restarts=config.engine_restarts)
 
 
 def sampling(
@@ -74,12 +93,17 @@ def sampling(
     scorer: Scorer,
     total_steps: int,
     held_out: PromptDataset | None,
-) -> tuple[Batches, Sync]:
-    """What every step learns from, and the sync that gives the engines behind it the actor's weights. Collective."""
+) -> tuple[Batches, Sync, Probe]:
+    """What every step learns from, the sync that gives the engines behind it the actor's weights, and what they are
+    asked after it. Collective."""
     config, layout, asked = job.config, job.engine_layout, validation_set(job, held_out)
     if config.rollout.mode == "synchronous":
         engine, sync = engines.engine_and_sync(job, actor, noise)
-        return BatchBuilder(job, prompts, with_episodes(config, layout, engine, job.plan), scorer, asked), sync
+        sampler = with_episodes(config, layout, engine, job.plan)
+        plan = check_plan(config, job.shape.vocab_size, job.say)
+        probe = NoEngine() if config.rollout.replay is not None else EngineProbe(engine, layout, plan)
+        return BatchBuilder(job, prompts, sampler, scorer, asked), sync, probe
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(job, actor, noise)
-    return FleetBatches(job, prompts, fleet, scorer, total_steps, asked), sync
+    share_nodes(scorer)
+    return FleetBatches(job, prompts, fleet, scorer, total_steps, asked), sync, fleet.probe

@@ -13,7 +13,7 @@ from mega_rl.config.checks.environment import ENVIRONMENT
 from mega_rl.errors import InputError
 from mega_rl.megatron.reference import Frozen
 from mega_rl.microbatch import Sequence as TrainingSequence
-from mega_rl.parallel.figures import placed
+from mega_rl.parallel.collectives import placed
 from mega_rl.rewards.scorer import WeightedReward
 from mega_rl.stages.models.values import scored_at_end
 from mega_rl.stages.run.batch_share import BatchShare, pack_brought

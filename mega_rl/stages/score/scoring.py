@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
 from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
-from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.rewards.functions.images import Encoded
 from mega_rl.rewards.functions.registry import needs_truth
 from mega_rl.rewards.pool import node
+from mega_rl.rewards.pool.dispatch import PoolError
+from mega_rl.rewards.pool.nodes import MeetingAddress, NodePools, PoolOfNodes, lend
 from mega_rl.rewards.pool.pool import Pool
 from mega_rl.rewards.pool.worker import RAISED
 from mega_rl.rewards.scorer import CollectiveReward, Scorer, start_workers, weighted
@@ -53,9 +57,35 @@ def scorer_of_node(
     addresses = gather_objects(address)
     with together("reaching the reward workers"):
         if (found := addresses[here[0]]) is not None and pool is None:
-            pool = node.RemotePool(found, f"rank {here[0]}")
+            pool = node.reach(found, f"rank {here[0]}")
     assert pool is not None, "the block before this line raises or connects"
     return Scorer(names, pool, collective, pictures)
+
+
+def share_nodes(scorer: Scorer) -> None:
+    """Have rank 0 start scoring on all nodes, where it is the only one that does. Collective over all ranks.
+
+    Raises:
+        InputError: nodes do not reach each other.
+    """
+    machines = gather_objects(node.machine())
+    owners = [rank for rank, machine in enumerate(machines) if machines.index(machine) == rank]
+    if len(owners) == 1 or scorer.pool is None:
+        return
+    rank, pools = dist.get_rank(), None
+    if rank == 0:
+        pools = NodePools(os.environ["MASTER_ADDR"])
+    address: MeetingAddress = broadcast_object(None if pools is None else pools.address)
+    with together("reaching the reward workers of other nodes"):
+        try:
+            if pools is not None:
+                with closing(pools):
+                    found = pools.meet(owners[1:], scorer.pool.takes_images)
+                scorer.share(PoolOfNodes([scorer.pool, *found]))
+            elif rank in owners:
+                scorer.on_close(lend(scorer.pool, address, rank))
+        except PoolError as error:
+            raise InputError(str(error)) from error
 
 
 def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:

@@ -1,72 +1,109 @@
-"""Before a token is learnt: every engine's log-probabilities are those of the distribution that it samples from."""
+"""Before a token is learnt: what every engine must show of the weights that it has got, after every push."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
-from mega_rl.config.schema.sampling import RolloutConfig
-from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import EngineLayout
-from mega_rl.rollout.temperature_probe import (
-    PROBE_TEMPERATURE,
-    Probed,
-    is_sampled_from,
-    measured_temperatures,
-    probe_prompt,
-)
-from mega_rl.stages.weights.delivery import Delivery
+from mega_rl.rollout.engine_checks import Answer, CheckPlan, EngineChecks, FleetChecks, Held, Question
+from mega_rl.rollout.temperature_probe import Probed
 from mega_rl.stages.weights.weight_sync import Pushed
+
+LARGEST_B, UNCHANGED = "adapter/largest_b", "adapter/unchanged_fraction"
+MOSTLY = 0.5  # share of unchanged elements from which on it is told of
+
+
+def check_plan(config: RunConfig, vocab_size: int, say: Callable[[str], None]) -> CheckPlan:
+    return CheckPlan(vocab_size, config.rollout.temperature, config.rollout.dtype or config.model.dtype, say)
+
+
+def held_of(pushed: Pushed) -> Held:
+    metrics = pushed.metrics
+    return Held(pushed.version, pushed.sigma, metrics.get(LARGEST_B), metrics.get(UNCHANGED, 0.0))
+
+
+class Probe(Protocol):
+    """What is asked of the engines of a run."""
+
+    def check(self, pushed: Pushed) -> None:
+        """After every push for training, before anything is sampled with it. Collective.
+
+        Raises:
+            InputError, GateFailure: on every rank, as ``EngineChecks.hear``.
+        """
 
 
 class EngineProbe:
-    """What is asked of the engines after a push and before anything is sampled; see ``probe_engines``, ``Delivery``."""
+    """A ``Probe`` of engines that all have the weights of the last push, and wait."""
 
-    def __init__(
-        self, engine: Probed, layout: EngineLayout, vocab_size: int, config: RunConfig, say: Callable[[str], None]
-    ) -> None:
-        self._engine, self._layout, self._vocab_size, self._config, self._say = engine, layout, vocab_size, config, say
-        self._delivery = Delivery(engine, layout, vocab_size, config, say)
-        self._is_first = True
+    def __init__(self, engine: Probed, layout: EngineLayout, plan: CheckPlan) -> None:
+        self._engine, self._layout, self._plan = engine, layout, plan
+        self._checks: list[EngineChecks] = []  # by engine, as soon as they have answered
 
     def check(self, pushed: Pushed) -> None:
-        """Collective; InputError and GateFailure on every rank."""
-        if self._is_first:
-            probe_engines(self._engine, self._layout, self._vocab_size, self._config.rollout, self._say)
-        self._is_first = False
-        self._delivery.check(pushed)
+        """As of ``Probe``."""
+        held = held_of(pushed)
+        known = self._checks or [EngineChecks(0, self._plan)]
+        questions = dict.fromkeys(question for checks in known for question in checks.questions(held))
+        if not questions:
+            return
+        engines = self._answers(list(questions))
+        self._checks = self._checks or [EngineChecks(number, self._plan) for number in range(len(engines))]
+        for checks, answers in zip(self._checks, engines, strict=True):
+            checks.hear(held, dict(zip(questions, answers, strict=True)))
+
+    def _answers(self, questions: list[Question]) -> list[list[Answer]]:
+        """Of every engine, in the order of the questions."""
+        asked = [self._engine.first_logprobs(*question) for question in questions]
+        own = [list(of_engine) for of_engine in zip(*asked, strict=True)]
+        # the other tensor-parallel ranks of an engine have asked the same engine
+        parts = gather_objects(own if self._layout.tensor_rank(dist.get_rank()) == 0 else [])
+        engines = [answers for part in parts for answers in part]
+        assert engines, "no rollout engine has answered, so none has shown anything"
+        return engines
 
 
-def probe_engines(
-    engine: Probed, layout: EngineLayout, vocab_size: int, rollout: RolloutConfig, say: Callable[[str], None]
-) -> None:
-    """Measure every engine once it has its weights, after a start, a resume or a replacement. Collective.
+class FleetProbe:
+    """A ``Probe`` of engines that are asked when they load: they are told what of."""
+
+    def __init__(self, checks: FleetChecks) -> None:
+        self._checks = checks
+
+    def check(self, pushed: Pushed) -> None:
+        """As of ``Probe``; not collective."""
+        self._checks.tell(held_of(pushed))
+
+
+class NoEngine:
+    """A ``Probe`` of a run whose responses are recorded ones: it has said that nobody is asked."""
+
+    def check(self, pushed: Pushed) -> None:
+        """Do nothing."""
+
+
+class Rounding:
+    """Tells of adapters whose small updates are lost in the engines' dtype.
 
     Args:
-        rollout: of which ``temperature`` counts. At 1 raw log-probabilities are right too, and are only told of.
-
-    Raises:
-        InputError: on every rank, if an engine returns log-probabilities of another distribution than it samples from.
+        config: says what dtype the engines hold.
+        say: tells the user.
     """
-    measured = measured_temperatures(engine, probe_prompt(vocab_size))
-    # the other tensor-parallel ranks of an engine have asked the same engine
-    parts = gather_objects(measured if layout.tensor_rank(dist.get_rank()) == 0 else [])
-    engines = [of_engine for part in parts for of_engine in part]
-    if any(of_engine is None for of_engine in engines):
-        say("the model finds all tokens alike, so that the temperature of its log-probabilities cannot be probed")
-    for number, of_engine in enumerate(engines):
-        if is_sampled_from(of_engine):
-            continue
-        found = (
-            f"rollout engine {number} returns log-probabilities of another distribution than it samples from (asked "
-            f"for temperature {PROBE_TEMPERATURE:g}, they show {of_engine:.3g})"
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._dtype, self._say, self._is_told = config.rollout.dtype or config.model.dtype, say, False
+
+    def tell(self, pushed: Pushed) -> None:
+        share = pushed.metrics.get(UNCHANGED, 0.0)
+        if self._is_told or self._dtype == "float32" or share < MOSTLY:
+            return
+        self._is_told = True
+        self._say(
+            f"warning: {share:.1%} of the elements of adapted weights are in the engines as without the adapter, since "
+            f"{self._dtype} rounds their small updates away; the engines sample from a policy that lags behind. "
+            "rollout.adapter=slots keeps all of an adapter, rollout.dtype=float32 too (docs/adapters.md)"
         )
-        if rollout.temperature != 1.0:
-            raise InputError(
-                f"{found}, so rollout.temperature={rollout.temperature:g} would give wrong importance weights: set "
-                "rollout.temperature=1, or use an engine whose sampler obeys logprobs_mode=processed_logprobs."
-            )
-        say(f"warning: {found}; at rollout.temperature=1 this changes nothing")

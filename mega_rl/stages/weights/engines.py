@@ -33,7 +33,7 @@ def engine_and_sync(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) ->
     """The sampler, asleep if it can sleep, and the sync that gives it the actor's weights; collective."""
     config = job.config
     if config.rollout.replay is not None:
-        job.say(f"rollout.replay: responses come from {config.rollout.replay}, there is no engine to validate with")
+        say_replay(job)
         records = ReplayEngine(Path(config.rollout.replay), job.shape.mixture, waits=config.rollout.oversample > 1)
         return records, RecordedSync(records, noise)
     weights, slots = engine_weights(job, actor, noise)
@@ -47,6 +47,14 @@ def engine_and_sync(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) ->
         return engines, outgoing.weight_sync(job, actor, sink, noise, weights.slots)
     engine, sink = colocated_engine(job, actor, weights, slots)
     return engine, outgoing.weight_sync(job, actor, sink, noise, weights.slots)
+
+
+def say_replay(job: SamplingJob) -> None:
+    """Tell of a run without engines what is therefore not done."""
+    job.say(
+        f"rollout.replay: responses come from {job.config.rollout.replay}, there is no engine to validate with, nor "
+        "one to ask whether its log-probabilities are those of rollout.temperature and whether adapters reach it"
+    )
 
 
 def engine_weights(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tuple[SentWeights, Slots | None]:

@@ -18,6 +18,7 @@ from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box
 from mega_rl.config import RunConfig
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.parallel.collectives import together
 from mega_rl.rollout.sinks import SentWeights, WeightSink
 from mega_rl.rollout.vllm.start.options import num_loading_engines
 from mega_rl.stages.run.sampling_job import SamplingJob
@@ -61,7 +62,7 @@ def weight_sync(
         slots: the adapters that the engines keep in slots; None: adapters are merged.
 
     Raises:
-        InputError: simulated quantisation whose blocks the trainer's layout cuts.
+        InputError: on every rank, simulated quantisation whose blocks the trainer's layout cuts.
     """
     config, shape, policy = job.config, job.shape, actor.policy
     dtype = DTYPES[config.rollout.dtype or config.model.dtype]
@@ -70,10 +71,9 @@ def weight_sync(
     if config.aqn.enabled:
         transforms.append(AqnTransform(noise, hf_tensors(shape), roles(shape), actor.master_weights, dtype))
     if (four_bits := config.rollout.simulated_quantization) is not None:
-        held = [slices_of(series) for series in sources]
-        transforms.append(
-            SimulatedQuantization(four_bits, hf_tensors(shape), roles(shape), held, dist.get_rank(), job.device)
-        )
+        with together("cutting weights into blocks"):
+            own = slices_of(sources[dist.get_rank()])
+            transforms.append(SimulatedQuantization(four_bits, hf_tensors(shape), roles(shape), own, job.device))
     model: list[Transform] = []
     if slots is not None:
         model.append(adapters.scaled_adapters(policy, dtype))

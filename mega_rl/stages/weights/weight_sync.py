@@ -18,8 +18,7 @@ from mega_rl.bridge.reshard.plan import Layout
 from mega_rl.bridge.reshard.proof import Proof
 from mega_rl.bridge.slices import Box
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.parallel.collectives import gather_to_first, is_first, together
-from mega_rl.parallel.figures import reduced, told
+from mega_rl.parallel.collectives import gather_to_first, is_first, reduced, together, told
 from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.sinks import WeightSink
 

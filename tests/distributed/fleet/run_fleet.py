@@ -2,7 +2,8 @@
 
 The engines are drawn by the seed, and die so often of 1,000 turns. After so many steps (0: never) all ranks are killed
 in the middle of one. With ``--change`` before the arguments, two engines are added and two removed after the first
-step, by ``tools/fleet.py``, which is also what is asked how it went.
+step, by ``tools/fleet.py``, which is also what is asked how it went. With ``--counted LOG`` collectives on objects are
+written down.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling import sampling
 from mega_rl.stages.sampling.fleet_batches import Fleet
 from mega_rl.stages.weights import engines as engines_of_a_run
+from mega_rl.stages.weights.engine_probe import NoEngine
 from mega_rl.stages.weights.weight_sync import Pushed
 from tests.distributed.stages.run.run_struck_stage import die
+from tests.launching import counted_collectives
 from tests.launching.launch import REPO
 from tests.pretended.fleet_engines import PretendedExecutor
 from tests.pretended.samplers import PretendedSampler
@@ -76,6 +79,9 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
     executors: list[PretendedExecutor] = []
     is_changed = arguments[0] == "--change"
     arguments = arguments[is_changed:]
+    if arguments[0] == "--counted":
+        counted_collectives.watch(Path(arguments[1]))
+        arguments = arguments[2:]
 
     def pretended(
         job: SamplingJob, actor: MegatronEngine, noise: object
@@ -94,7 +100,7 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
             sync.executors = executors
         # unpinned responses stay with their engine until the next weights come, so there must be room for more
         slots = 6 if mode == "pinned" else 1000
-        fleet = Fleet(engines, EngineLimits(slots=slots, restarts=10_000), opened)
+        fleet = Fleet(engines, EngineLimits(slots=slots, restarts=10_000), opened, NoEngine())
         return (sync.sampler if mode == "synchronous" else fleet), sync
 
     sampling.store_fleet = engines_of_a_run.engine_and_sync = pretended

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from mega_rl.observe.timeline import read_trace
+from tests.launching.counted_collectives import MOST_OBJECTS, Asked, of_every_step, read, total
 from tests.launching.launch import Launched, alive, free_port, ranks, run, started
 from tests.launching.training import (
     FLEET_SETTINGS,
@@ -33,6 +34,7 @@ from tests.pretended.struck_fleet import LOG, Told, go
 pytestmark = pytest.mark.slow
 SCRIPT = "tests/distributed/fleet/run_fleet.py"
 STEPS = 4
+PICKLED_INTEGERS = 64  # bytes by which a handful of other numbers may make an object longer
 REWARD = """
 def digits(data_source, solution_str, ground_truth, extra_info):
     return sum(map(int, solution_str)) % 4 / 3
@@ -49,6 +51,7 @@ def train(
     crash: int = 0,
     nproc: int = 1,
     change: bool = False,
+    counted: Path | None = None,
 ) -> Launched:
     reward = output_dir.parent / "reward.py"
     reward.write_text(REWARD, encoding="utf-8")
@@ -56,6 +59,7 @@ def train(
     changes = ["--change"] * change
     arguments = (
         *changes,
+        *(() if counted is None else ("--counted", counted)),
         "--config",
         world.rl,
         f"trainer.output_dir={output_dir}",
@@ -135,6 +139,23 @@ def test_a_killed_run_goes_on_exactly(tiny_world: TinyWorld, tmp_path: Path) -> 
     progress = json.loads((cut / "checkpoints" / "step_00000002" / "progress.json").read_text())
     state = progress["data"]["fleet"]
     assert state["trained"] == 2 and sorted(state["steps"]) == ["2", "3"]  # sampled by weights that it has not
+
+
+@pytest.mark.parametrize("mode", ["pinned", "synchronous"])
+def test_a_step_asks_for_few_objects_and_no_larger_ones_of_more_ranks(
+    mode: str, tiny_world: TinyWorld, tmp_path: Path
+) -> None:
+    found: list[dict[int, dict[str, Asked]]] = []
+    for nproc in (2, 4):
+        log = tmp_path / f"asked_{nproc}.jsonl"
+        settings = (f"rollout.mode={mode}", "rollout.max_staleness=1")[: 1 + (mode == "pinned")]
+        train(tiny_world, tmp_path / f"of_{nproc}", *settings, nproc=nproc, counted=log).check()
+        found.append({step: of_every_step(asked) for step, asked in read(log).items()})
+    for asked in found:
+        assert all(0 < total(asked[step]) <= MOST_OBJECTS for step in range(2, STEPS + 1)), asked
+    few, many = (asked[1] for asked in found)  # the weights, and so the samples, are still the same
+    grown = {caller: (few[caller].num_bytes, many[caller].num_bytes) for caller in few}
+    assert few.keys() == many.keys() and all(b <= a + PICKLED_INTEGERS for a, b in grown.values()), grown
 
 
 def test_without_staleness_it_is_the_synchronous_run(tiny_world: TinyWorld, tmp_path: Path) -> None:

@@ -22,14 +22,23 @@ from mega_rl.data.rows.rows import DataFiles, Row
 from mega_rl.errors import InputError
 from mega_rl.microbatch import Figures
 from mega_rl.parallel.collectives import (
+    broadcast_list,
     broadcast_object,
+    column_sums,
     gather_objects,
     gather_to_first,
+    is_any,
     join_world,
+    numbers_to_first,
+    placed,
+    reduced,
+    smallest,
+    summed,
     together,
+    told,
+    told_numbers,
     work_shared,
 )
-from mega_rl.parallel.figures import column_sums, is_any, placed, reduced, smallest, summed, told
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.stages.learn.logprob_difference import LogprobDifference, merged, over_ranks
 from mega_rl.stages.run.batch_share import BatchShare, Totals, totals_of
@@ -69,6 +78,10 @@ def figures_are_those_of_all_ranks() -> None:
     found = placed(given, size)
     assert found[:3] + found[4:] == values[:3] + values[4:] and math.isnan(found[3])
     assert told({"b": 2.5, "a": -0.0} if rank == 0 else {}, ["a", "b", "c"]) == {"a": 0.0, "b": 2.5}
+    rows = numbers_to_first([values[rank]] * (rank % 3))
+    assert rows == ([[values[other]] * (other % 3) for other in range(size)] if rank == 0 else [])
+    assert told_numbers([0.1, -2] if rank == 0 else [9.0]) == [0.1, -2] and told_numbers([]) == []
+    assert broadcast_list(["one"] if rank == 0 else []) == ["one"] and broadcast_list([]) == []
     with together("a block without a failure"):
         pass
     assert len(GATHERED) == num_before, "agreement on nothing takes no object"

@@ -38,7 +38,7 @@ from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.weight_store import Store, StoreForm, take
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.sinks import InPlaceSink, SentWeights
-from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
+from mega_rl.rollout.temperature_probe import probe_prompt
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.distributed.rollout.episode_checks import episodes
@@ -61,7 +61,8 @@ from tests.models.rollout_support import (
     span_error,
     tiny_model,
 )
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import sealed
+from tests.pretended.tokens import measured_temperatures
 
 MAX_MODEL_LEN = 384
 LONG = 300  # tokens of a prompt that fills two blocks of the prefix cache (128 tokens each on a CPU)

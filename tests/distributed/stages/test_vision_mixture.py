@@ -86,6 +86,13 @@ def test_trainer_and_engine_agree_and_rewards_see(world: Path) -> None:
     assert with_both > 0
 
 
+def test_the_engine_has_shown_what_it_loads(world: Path) -> None:
+    """Tower and experts included."""
+    log = (world / "run" / "run.log").read_text()
+    kinds = re.findall(r"engine 0 of kind (.*) holds model.path as the trainer does$", log, re.MULTILINE)
+    assert len(kinds) == 1 and "torch 2." in kinds[0] and "vllm 0." in kinds[0]
+
+
 def test_an_engine_goes_on_with_what_the_one_before_it_had(world: Path) -> None:
     """It was killed amid the responses of the second step."""
     found = re.findall(r"^GOES ON (\d+) (\d+)$", (world / "said.txt").read_text(), re.MULTILINE)

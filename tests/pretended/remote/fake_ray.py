@@ -13,16 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.bridge.series import Series
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.vllm import vllm_series
+from mega_rl.bridge.reshard.proof import LoadProof
+from mega_rl.bridge.series import Series, slices_of
+from mega_rl.bridge.slices import Box, indices, whole
 from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.fleet.events import Load
 from mega_rl.fleet.executor import Requests
+from mega_rl.models.shape import ModelShape
 from mega_rl.observe.pulse import Pulse
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
 from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.nodes import Arrival
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
+from mega_rl.rollout.remote.load_checks import LoadChecks
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
 from mega_rl.types import Trajectory
+from tests.distributed.bridge.test_bridge_execute import local_parameters
+from tests.pretended.tokens import first_logprobs
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 OWN = Location(1, (3,))  # of a store
@@ -88,6 +99,13 @@ class Worker:
     calls: list[tuple[str, tuple[Any, ...], Answer]] = field(default_factory=list)
     todo: dict[tuple[int, int], tuple[Request, int]] = field(default_factory=dict)  # ticket -> request, steps left
     shown: list[Any] = field(default_factory=list)  # prompts of requests, and what came beside them
+    card: str = "card A"
+    layout: Sequence[Series] = ()
+    model: dict[str, torch.Tensor] = field(default_factory=dict)  # the files in model.path
+    live: dict[str, torch.Tensor] = field(default_factory=dict)
+    spec: EngineSpec | None = None
+    is_accepted: bool = False
+    rearrange: Callable[[dict[str, torch.Tensor]], None] = lambda live: None  # once weights are loaded
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -120,18 +138,35 @@ class Worker:
     def do_whereabouts(self) -> WorkerPlace:
         return WorkerPlace(self.node, self.process, PULSE_FILE)
 
+    def do_kind(self, spec: EngineSpec) -> str:
+        return self.card
+
     def do_open(self, spec: EngineSpec) -> str:
-        assert spec.rollout.vllm["load_format"] == "dummy", "weights come from the store"
         return "a meeting point"
+
+    @property
+    def has_read(self) -> bool:
+        """Whether it has loaded weights by itself."""
+        return self.spec is not None and "load_format" not in self.spec.rollout.vllm
 
     def do_start(self, spec: EngineSpec, rank: int, point: Answer) -> int:
         assert rank == self.rank
+        self.spec = spec
+        self.live = local_parameters(slices_of(self.layout), self.model if self.has_read else None, torch.float32)
+        self.rearrange(self.live)
         return NUM_SLOTS
+
+    def do_inspect(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.live, *arguments)
+
+    def do_accept(self) -> None:
+        self.is_accepted = True
 
     def do_attach(self, form: StoreForm) -> None: ...
 
     def do_load(self, location: Any, wanted: WantedVersion) -> LoadResult:
         assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
+        assert self.is_accepted, "weights for an engine of whose kind it is not known how they lie"
         assert wanted.proofs == PROOFS[self.rank], "those of another worker"
         self.version = wanted.version
         return LoadResult.WHOLE
@@ -147,6 +182,9 @@ class Worker:
         self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
         return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
 
+    def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        return [first_logprobs(self.version, prompt_ids, temperature)]
+
     def do_rest(self) -> int:
         self.todo.clear()
         return NUM_SLOTS
@@ -159,15 +197,24 @@ class Worker:
 
 
 class FakeRay:
-    """Time passes when somebody waits."""
+    """Time passes when somebody waits.
+
+    Args:
+        worker: makes the worker of an engine from its number and its rank.
+        shape: of the engines' model; None: it has one weight.
+    """
 
     exceptions = SimpleNamespace(RayActorError=ActorGone, RayTaskError=TaskFailed, RayError=LaterError)
 
-    def __init__(self, worker: Callable[[int, int], Worker] = Worker) -> None:
-        self._worker = worker
+    def __init__(self, worker: Callable[[int, int], Worker] = Worker, shape: ModelShape | None = None) -> None:
+        self._worker, self._shape = worker, shape
+        sizes = {NORM.hf_name: (5,)} if shape is None else hf_tensors(shape)
+        generator = torch.Generator().manual_seed(0)
+        self.model = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+        self.said: list[str] = []  # of kinds of engines
         self.workers: list[Worker] = []
         self.now = 0.0
-        self.arriving: list[Arriving] = []
+        self.arriving: list[tuple[float, Arrival]] = []  # when what is said of weights on their way
         self.groups: dict[str, str] = {}  # placement group -> its state
         self.util = SimpleNamespace(
             placement_group=self.placement_group,
@@ -188,16 +235,31 @@ class FakeRay:
 
     def spawn(self, ray: Any, group: str, size: int, options: Any) -> list[Worker]:
         found = [self._worker(len(self.workers) + rank, rank) for rank in range(size)]
+        for worker, layout in zip(found, self.layout(size), strict=True):
+            worker.layout, worker.model = layout, self.model
         self.workers += found
         return found
+
+    def layout(self, size: int) -> list[list[Series]]:
+        """What the workers of an engine hold."""
+        return [[NORM] if self._shape is None else vllm_series(self._shape, size, rank) for rank in range(size)]
+
+    def checks(self, spec: EngineSpec) -> LoadChecks:
+        """Of a trainer that has loaded the model."""
+
+        def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+            return self.model[hf_name][indices(hf_box)]
+
+        sizes = {name: tuple(tensor.shape) for name, tensor in self.model.items()}
+        held = [whole(name, name, size) for name, size in sizes.items()]
+        proof = LoadProof(sizes, held, self.layout(spec.rollout.tensor_parallel_size), 1, read)
+        return LoadChecks(spec, proof, self.said.append)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         for worker in self.workers:
             worker.beat()
             worker.go_on()
-        for arriving in self.arriving:
-            arriving.look()
 
     def queue(self) -> PassingQueue:
         return PassingQueue(self)
@@ -246,8 +308,15 @@ class FakeNodes:
         found, self.met = self.met, None
         return found
 
-    def location(self, node: str, version: int, failed: Any = None) -> Location:
+    def location(self, load: Load, node: str, stored: StoredVersion) -> Location | None:
         return OWN
+
+    def heard(self) -> list[Arrival]:
+        found = [arrival for at, arrival in self._ray.arriving if self._ray.now >= at]
+        self._ray.arriving = [(at, arrival) for at, arrival in self._ray.arriving if self._ray.now < at]
+        return found
+
+    def done(self, engine: int) -> None: ...
 
     def check_own(self) -> None: ...
 
@@ -265,17 +334,14 @@ class FakeNodes:
             self._ray.workers[process].state = "gone"
 
 
-class Arriving(Answer):
-    """Ray's reference to a location, which is there at some time."""
+class KnowsAll(FleetChecks):
+    """Every version is known, and none has adapters."""
 
-    def __init__(self, ray: FakeRay, at: float, error: Exception | None = None) -> None:
-        super().__init__(OWN, error)
-        self._ray, self._at = ray, at
-        ray.arriving.append(self)
+    def __init__(self) -> None:
+        super().__init__(CheckPlan(50, 0.7, "float32", print))
 
-    def look(self) -> None:
-        if self._ray.now >= self._at:
-            self.come()
+    def held(self, version: int) -> Held:
+        return Held(version)
 
 
 def executor_on(
@@ -285,6 +351,7 @@ def executor_on(
     requests: Requests,
     stored: Mapping[int, StoredVersion],
     picture_set: Any = None,
+    checks: FleetChecks | None = None,
 ) -> RayExecutor:
     """A ``RayExecutor`` on this Ray, with its time, in a cluster of one host."""
     num_engines, size = rollout.num_engines, rollout.tensor_parallel_size
@@ -297,5 +364,5 @@ def executor_on(
     for module in (ray_executor, calls, pulses):  # of these alone: threads of others have the time too
         patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: ray.now))
     spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
-    store = Store(StoreForm(((NORM,),) * size, torch.float32, num_slots=2, salt=1))
-    return RayExecutor(spec, num_engines, requests, store, stored, picture_set=picture_set)
+    store = Store(StoreForm(tuple(map(tuple, ray.layout(size))), torch.float32, num_slots=2, salt=1))
+    return RayExecutor(ray.checks(spec), num_engines, Work(requests, checks or KnowsAll(), picture_set), store, stored)

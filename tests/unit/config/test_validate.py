@@ -44,6 +44,7 @@ WITHOUT_RULE = {
     "model.vision.freeze", "model.vision.freeze_merger",
     "algorithm.dynamic_sampling.enabled",
     "data.train_files", "data.val_files", "data.filter_overlong_prompts", "data.shuffle", "data.system_prompt",
+    "rollout.batch_invariant",
     "rollout.ignore_eos", "rollout.vllm", "environment.options",
     "trainer.megatron", "aqn.enabled", "aqn.include_router_norms",
     "rewards[].name", "rewards[].weight", "rewards[].options", "parallel.sequence",
@@ -241,6 +242,8 @@ BAD_VALUES = [
     ("optimizer.min_lr", 1.0),
     ("optimizer.schedule", "step"),
     ("optimizer.warmup_steps", 11),
+    ("optimizer.warmup_steps", 1.5),
+    ("optimizer.warmup_steps", -0.1),
     ("optimizer.weight_decay", -1.0),
     ("optimizer.beta1", 1.0),
     ("optimizer.beta2", -0.5),
@@ -765,6 +768,18 @@ def test_a_function_called_as_the_reward_model_is_not_taken_for_it() -> None:
         ({"rollout.max_staleness": -1}, "rollout.max_staleness is -1"),
         ({"rollout.oversample": 1.5}, "no step waits for its longest response"),
         ({"rollout.kv_on_update": "keep"}, "no response is under way when new weights come: remove it, or set rollout"),
+        (
+            {"rollout.batch_invariant": True, "platform.name": "cpu"},
+            "True, but vLLM has no such kernels for a CPU",
+        ),
+        (
+            {"rollout.batch_invariant": True, "platform.name": "npu"},
+            "True, but vllm-ascend has no such kernels: set",
+        ),
+        (
+            {"rollout.batch_invariant": True, "rollout.seeds": "engine", "rollout.mode": "in_flight"},
+            "'engine' a response depends on those beside it: ",
+        ),
     ],
 )
 def test_engines_that_sample_meanwhile(config, changes, words):

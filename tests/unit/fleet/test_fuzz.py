@@ -5,12 +5,73 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
 from hypothesis import given, strategies as st
 
-from mega_rl.fleet.engines import EngineLimits
+from mega_rl.fleet import events
+from mega_rl.fleet.engines import Condition, Engine, EngineLimits
+from mega_rl.fleet.events import Decision, Event
+from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Rules
 from tests.fuzzing import cases
+from tests.pretended import schedules
 from tests.pretended.schedules import Chances, World, reference
+
+
+class EveryEngine(FleetScheduler):
+    """Looks at all engines whenever one might be given something, as the rules are worded."""
+
+    def _deal(self, now: float) -> None:
+        if self._num_alive == 0:
+            super()._deal(now)
+            return
+        self._bind()
+        for engine in sorted(self._alive(), key=lambda e: (e.load, e.number)):
+            self._feed(engine, now)
+
+    def _bind(self) -> None:
+        waiting = self.window.waiting()
+        if not waiting or not self.rules.is_pinned_step(waiting[0][0]):
+            return
+        version, number = waiting[0]
+        wanted = 1 if version >= 0 else math.ceil(number / self._share())
+        wanted -= sum(engine.next_version == version for engine in self._alive())
+        others = [engine for engine in self._alive() if engine.serves and engine.next_version != version]
+        for engine in sorted(others, key=lambda e: (e.load, e.number))[: max(0, wanted)]:
+            engine.bound = version
+
+    def _alive(self) -> list[Engine]:
+        return [engine for engine in self.engines.values() if engine.condition is not Condition.GONE]
+
+
+class Both:
+    """Two schedulers that must decide the same."""
+
+    def __init__(self, rules: Rules, limits: EngineLimits, engines: range, state: Any = None) -> None:
+        self._scheduler = FleetScheduler(rules, limits, engines, state)
+        self._other = EveryEngine(rules, limits, engines, state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def begin(self, now: float) -> list[Decision]:
+        decisions = self._scheduler.begin(now)
+        assert decisions == self._other.begin(now)
+        return decisions
+
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        if isinstance(event, events.Started):
+            event = event._replace(slots=1 + (event.engine + event.life) % 5)
+        decisions = self._scheduler.handle(event, now)
+        assert decisions == self._other.handle(event, now)
+        assert self._scheduler.engines == self._other.engines
+        serving = {e.number: (e.load, e.number) for e in self._scheduler.engines.values() if e.serves}
+        assert {number: place for number, (_, place) in self._scheduler._serving._known.items()} == serving
+        return decisions
+
 
 SEEDS = st.integers(0, 2**32 - 1)
 DROPS = st.integers(0, 5)  # of ten groups
@@ -86,3 +147,15 @@ def test_a_fleet_that_keeps_dying_ends_in_a_sentence(
         assert world.newest < given_rules.total_steps and not world.engines
     else:
         assert world.newest == given_rules.total_steps
+
+
+@cases(250)
+@given(st.booleans().flatmap(lambda pinned: rules(is_pinned=pinned)), CHANCES, st.integers(1, 6), SEEDS, DROPS)
+def test_who_is_not_looked_at_would_not_have_been_given_anything(
+    given_rules: Rules, chances: Chances, engines: int, seed: int, drops: int
+) -> None:
+    limits = EngineLimits(slots=8, progress_s=5.0, start_s=20.0, restarts=10**6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "FleetScheduler", Both)
+        world = World(given_rules, limits, chances, engines, seed, drops).run()
+    assert world.end is not None and not world.end.is_failure

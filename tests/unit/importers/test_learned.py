@@ -35,6 +35,7 @@ VERL = (
 AREAL: dict[str, Any] = {
     "actor": {"path": "MODEL", "backend": "fsdp:d8p1t1", "mb_spec": {"max_tokens_per_mb": 2048}, "kl_ctl": 0.0},
     "train_dataset": {"batch_size": 64, "path": "d/gsm8k", "max_length": 1024},
+    "gconfig": {"n_samples": 8, "max_new_tokens": 1024},
     "total_train_epochs": 1,
 }
 
@@ -243,7 +244,8 @@ def _get(config: RunConfig, key: str) -> Any:
 @pytest.mark.parametrize(
     ("neighbour", "given", "refused"),
     [
-        ("trl", {"use_peft": True, "lora_dropout": 0.05, "use_dora": True}, {"lora_dropout", "use_dora"}),
+        ("trl", {"use_peft": True, "lora_dropout": 0.05, "use_dora": True}, {"use_dora"}),
+        ("trl", {"use_peft": True, "lora_dropout": 0.05, "num_generations": 8}, {"lora_dropout"}),
         ("trl", {"precompute_ref_log_probs": True, "loss_type": ["sigmoid", "bco_pair"]}, {"loss_type"}),
         ("trl", {"precompute_ref_log_probs": True, "loss_type": "hinge", "label_smoothing": 0.1}, {"label_smoothing"}),
         ("llamafactory", {"stage": "rm", "finetuning_type": "lora", "lora_rank": 8}, {"finetuning_type", "lora_rank"}),
@@ -255,7 +257,8 @@ def _get(config: RunConfig, key: str) -> Any:
         ("verl", {"algorithm.adv_estimator": "gae", "critic.ppo_epochs": 2, "critic.model.lora_rank": 8},
          {"critic.ppo_epochs", "critic.model.lora_rank"}),
         ("verl", {"algorithm.adv_estimator": "grpo", "critic.ppo_epochs": 2, "critic.model.path": "m"}, set()),
-        ("openrlhf", {"ds.lora.rank": 8, "ds.lora.dropout": 0.1}, {"ds.lora.dropout"}),
+        ("openrlhf", {"ds.lora.rank": 8, "ds.lora.dropout": 0.1}, set()),
+        ("openrlhf", {"rollout.batch_size": 8, "ds.lora.rank": 8, "ds.lora.dropout": 0.1}, {"ds.lora.dropout"}),
         ("areal", {"train_dataset.type": "dpo", "actor.loss_type": "hinge"}, {"actor.loss_type"}),
     ],
 )  # fmt: skip
@@ -263,3 +266,18 @@ def test_what_is_not_there_is_refused(neighbour: str, given: dict[str, Any], ref
     draft = convert(neighbour, Given(dict(given)), num_devices=8)
     assert {key for key, outcome in draft.outcomes.items() if outcome.became == "none"} == refused
     assert draft.outcomes.keys() == given.keys()
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "given", "share"),
+    [
+        ("trl", {"use_peft": True}, 0.05),
+        ("trl", {"use_peft": True, "lora_dropout": 0.1}, 0.1),
+        ("llamafactory", {"stage": "dpo", "lora_dropout": 0.1}, 0.1),
+        ("llamafactory", {"stage": "sft"}, 0.0),
+        ("openrlhf", {"ds.lora.rank": 8, "ds.lora.dropout": 0.2}, 0.2),
+    ],
+)
+def test_dropout_of_adapters_where_there_is_some(neighbour: str, given: dict[str, Any], share: float) -> None:
+    result = convert(neighbour, Given(dict(given)), num_devices=8).result
+    assert result["tuning.adapter.dropout"] == share

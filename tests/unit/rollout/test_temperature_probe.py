@@ -11,19 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.collect.replay import ReplayEngine
+from mega_rl.rollout.engine_checks import CheckPlan
 from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.temperature_probe import (
     NUM_LOGPROBS,
+    Probed,
     is_sampled_from,
     measured_temperature,
-    measured_temperatures,
     probe_prompt,
 )
-from mega_rl.stages.weights.engine_probe import probe_engines
+from mega_rl.stages.weights.engine_probe import EngineProbe
+from mega_rl.stages.weights.weight_sync import Pushed
+from tests.pretended.tokens import measured_temperatures
 
 LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 3
 
@@ -82,16 +84,25 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-ONE, HOT = EngineLayout(world_size=1, tensor_parallel_size=1), RolloutConfig(temperature=0.7)
+def probe_engines(engines: Probed, temperature: float, lines: list[str]) -> None:
+    plan = CheckPlan(50, temperature, "float32", lines.append)
+    EngineProbe(engines, EngineLayout(world_size=1, tensor_parallel_size=1), plan).check(Pushed(0, 0.0))
 
 
 def test_raw_log_probabilities_are_refused_by_engine_and_key(one_rank: None) -> None:
     lines: list[str] = []
     with pytest.raises(InputError, match=r"rollout engine 1 returns .* they show 1\), so rollout\.temperature=0\.7 "):
-        probe_engines(Engines(raw), ONE, 50, HOT, lines.append)
-    probe_engines(Engines(processed), ONE, 50, HOT, lines.append)
-    probe_engines(ReplayEngine.__new__(ReplayEngine), ONE, 50, HOT, lines.append)
+        probe_engines(Engines(raw), 0.7, lines)
+    probe_engines(Engines(processed), 0.7, lines)
     assert lines == []
+
+
+def test_a_probe_that_nobody_answers_has_shown_nothing(one_rank: None) -> None:
+    nobody: Any = SimpleNamespace(first_logprobs=lambda *question: [])
+    with pytest.raises(AssertionError, match="no rollout engine has answered"):
+        probe_engines(nobody, 0.7, [])
+    with pytest.raises(AssertionError, match="no engine that could be asked"):
+        probe_engines(ReplayEngine.__new__(ReplayEngine), 0.7, [])
 
 
 def test_every_engine_elsewhere_answers_once(one_rank: None) -> None:
@@ -107,7 +118,7 @@ def test_every_engine_elsewhere_answers_once(one_rank: None) -> None:
 
 def test_what_changes_nothing_is_only_told(one_rank: None) -> None:
     lines: list[str] = []
-    probe_engines(Engines(raw), ONE, 50, RolloutConfig(), lines.append)
-    probe_engines(Engines(processed, torch.zeros(50)), ONE, 50, HOT, lines.append)
+    probe_engines(Engines(raw), 1.0, lines)
+    probe_engines(Engines(processed, torch.zeros(50)), 0.7, lines)
     raw_line, flat_line = lines
     assert raw_line.startswith("warning: rollout engine 1 ") and "cannot be probed" in flat_line

@@ -16,6 +16,7 @@ from typing import Any
 from mega_rl.errors import InputError
 from mega_rl.fleet.events import Died, Event
 from mega_rl.observe.pulse import Pulse
+from mega_rl.rollout.engine_checks import EngineChecks
 from mega_rl.rollout.remote.fleet.partial_responses import PartialResponses
 
 
@@ -32,8 +33,12 @@ class Life:
     is_torn: bool = False  # whether the weights that it holds are of several versions
     load: int = 0  # responses under way
     num_sampling: int = 0  # calls to sample on that have no answer yet
+    num_slots: int | None = None  # responses that it takes at a time, once it has started
     pulses_at: list[tuple[int, int]] = field(default_factory=list)  # by worker: its process, and its file there
     pulses: list[Pulse | None] = field(default_factory=list)  # by worker, the last ones
+    checks: EngineChecks = field(kw_only=True)  # what it must show of weights before it samples with them
+    is_held: bool = False  # it has weights of which it must show something first
+    continued: set[tuple[int, int]] = field(default_factory=set)  # attempt and sample of what another engine began
     partial: PartialResponses = field(default_factory=PartialResponses)
     calls: set[EngineCall] = field(default_factory=set)  # that wait for answers
 

@@ -18,6 +18,7 @@ from mega_rl.parallel.joint_group import MeetingPoint
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet.lease_actor import check_holder
+from mega_rl.rollout.vllm.start.options import without_weights
 
 BESIDE = "beside"  # a set of calls that do not wait for others
 OF_ONE = "open"  # a method that not every worker is called with
@@ -27,7 +28,7 @@ PACKAGES = ("torch", "vllm", "vllm-ascend", "transformers", "ray")
 class FoundWorker(NamedTuple):
     """A worker as the next trainer finds it."""
 
-    digest: str  # of what it was started with; "" before the start has ended
+    digest: str  # of what it was started with; "" before the trainer has accepted it
     num_calls: int  # of all workers, that it has begun with
     node: str
     process: int
@@ -41,6 +42,7 @@ class KeptEngine(EngineProcess):
         """``token``: of the trainer that makes it."""
         super().__init__()
         self._holder, self._digest, self._num_calls = token, "", 0
+        self._started_as = ""  # the digest, before the trainer has accepted it
         self._lock = threading.Lock()
 
     def hold(self, token: str) -> FoundWorker:
@@ -61,8 +63,11 @@ class KeptEngine(EngineProcess):
 
     def start(self, spec: EngineSpec, tensor_rank: int, point: MeetingPoint) -> int | None:
         num_slots = super().start(spec, tensor_rank, point)
-        self._digest = digest(spec)
+        self._started_as = digest(spec)
         return num_slots
+
+    def accept(self) -> None:
+        self._digest = self._started_as
 
     def rest(self) -> int | None:
         """Drop all work, of a trainer that is gone; environments of its episodes are closed. Returns as ``start``."""
@@ -76,9 +81,9 @@ class KeptEngine(EngineProcess):
 def digest(spec: EngineSpec) -> str:
     """Of all that makes an engine what it is before it has weights: its settings, the model's files, the programs.
 
-    Equal on all hosts with the same code. What only the scheduler reads does not count.
+    Equal on all hosts with the same code. What only the scheduler reads does not count, nor whether it loaded weights.
     """
-    rollout, default = spec.rollout, RolloutConfig()
+    rollout, default = without_weights(spec.rollout), RolloutConfig()
     names = "num_engines", "engine_timeout_s", "engine_restarts", "engine_lease_s", "max_staleness"
     rollout = replace(rollout, **{name: getattr(default, name) for name in names})
     found = hashlib.sha256(repr(_plain(asdict(replace(spec, rollout=rollout)))).encode())

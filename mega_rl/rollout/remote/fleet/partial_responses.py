@@ -9,7 +9,7 @@ from mega_rl.fleet.events import Advanced, Issue
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.partial import PartialResponse, ResponsePiece
 
-TELL_S = 30.0  # between two questions: so long an engine samples for nothing at most if it dies
+TELL_S = 10.0  # between two questions: so long an engine samples for nothing at most if it dies
 LEAST_TOKENS = 64  # new ones of a response, that are worth a word
 
 

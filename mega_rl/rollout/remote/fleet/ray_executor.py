@@ -6,17 +6,19 @@ import atexit
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from mega_rl import platform
+from mega_rl.bridge.reshard.proof import Difference
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.errors import shortened
 from mega_rl.fleet.events import (
     Answered,
+    Arriving,
     Died,
     Event,
     Issue,
@@ -29,18 +31,19 @@ from mega_rl.fleet.events import (
     Started,
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
-from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
+from mega_rl.rollout.engine_checks import FleetChecks
+from mega_rl.rollout.remote.engine_process import LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
 from mega_rl.rollout.remote.fleet.lease_actor import Fenced
 from mega_rl.rollout.remote.fleet.leases import EngineLease, LeasedPlaces
-from mega_rl.rollout.remote.fleet.nodes import Nodes
+from mega_rl.rollout.remote.fleet.nodes import Arrival, Nodes
 from mega_rl.rollout.remote.fleet.partial_responses import LEAST_TOKENS
 from mega_rl.rollout.remote.fleet.places import Places, Survivor
 from mega_rl.rollout.remote.fleet.pulses import Pulses
+from mega_rl.rollout.remote.load_checks import LoadChecks, own_load
 from mega_rl.rollout.remote.placement import connected_ray, nodes
 from mega_rl.rollout.remote.ray_room import bundle, check_room
 from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
-from mega_rl.rollout.vllm.start.options import without_weights
 
 LOG = logging.getLogger(__name__)
 MAX_STEPS = 16  # of an engine between two words of it: so long it may take until it hears of new requests
@@ -50,8 +53,21 @@ RETRY_S = 30.0  # between an engine without a place and the next try: restarts a
 REST_S = 60.0  # for an engine that was attached to, which may be amid some steps or a load
 
 
+@dataclass(frozen=True)
+class Work:
+    """What engines are asked, all of it in the scheduler's thread."""
+
+    requests: Requests
+    checks: FleetChecks
+    picture_set: PictureSet | None = None  # has the pictures of prompts, whose encoded bytes go with the requests
+
+
 def _started(decision: Start, slots: list[int | None]) -> list[Event]:
     return [Started(*decision, slots[0])]
+
+
+def _accepted(decision: Start, life: Life, _: list[Any]) -> list[Event]:
+    return [Started(*decision, life.num_slots)]
 
 
 class RayExecutor:
@@ -59,28 +75,27 @@ class RayExecutor:
 
     def __init__(
         self,
-        spec: EngineSpec,
+        loads: LoadChecks,
         num_engines: int,
-        requests: Requests,
+        work: Work,
         store: Store,
         stored: Mapping[int, StoredVersion],
         kept_by: EngineLease | None = None,
-        picture_set: PictureSet | None = None,
     ) -> None:
         """Find room for the engines; none is started.
 
         Args:
+            loads: what engines are started with, and which may serve.
             store: of this node.
             stored: what is in it, by version; a version is there before a ``Load`` names it, and may be gone when it
                 has come to the engine's node.
             kept_by: for engines that outlive this process; None: they end with it.
-            picture_set: has the pictures of prompts, whose encoded bytes go with the requests; None: there are none.
 
         Raises:
             InputError: there is no Ray, or no room in its cluster.
         """
-        self._spec = replace(spec, rollout=without_weights(spec.rollout))  # which come from the store
-        self._requests, self._stored, self._picture_set = requests, stored, picture_set
+        spec = loads.spec
+        self._loads, self._work, self._stored = loads, work, stored
         # What an engine has of a response is asked for where another one may go on with it: an environment cannot be
         # moved, and a string that ends a response may begin in what one engine has and end in what the next adds.
         self._tells = spec.rollout.mode == "in_flight" and spec.episodes is None and not spec.rollout.stop
@@ -97,7 +112,7 @@ class RayExecutor:
         self._placeless: dict[int, tuple[float, Died]] = {}  # engine -> when its death is told
         check_room(nodes(self._ray), bundle(options), num_engines, size)
         place = self._ray, num_engines, size, options
-        self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, self._spec, kept_by)
+        self._places = Places(*place) if kept_by is None else LeasedPlaces(*place, spec, kept_by)
         self._nodes = Nodes(self._ray, store)
         self._pulses = Pulses(self._nodes)
         atexit.register(self.close)  # runs before Ray's own handler, which does not end the workers
@@ -125,6 +140,7 @@ class RayExecutor:
             return
         if isinstance(decision, Kill):
             self._kill(decision.engine)
+            self._replace_loader()
         elif isinstance(decision, Load):
             self._said += self._load(decision, life)
         else:
@@ -133,7 +149,8 @@ class RayExecutor:
     def events(self, wait_s: float) -> list[Event]:
         """
         Raises:
-            InputError: an engine refuses its configuration, or Ray is gone.
+            InputError: an engine refuses its configuration or fails a check, or Ray is gone.
+            GateFailure: an engine fails a check.
         """
         self._nodes.check_own()
         for engine, (due_s, died) in list(self._placeless.items()):
@@ -145,6 +162,8 @@ class RayExecutor:
         for engine, life in to_ask.items():
             if self._lives.get(engine) is life:
                 self._ask(engine, life)
+        for arrival in self._nodes.heard():
+            self._said += self._has_arrived(arrival)
         if self._said:
             said, self._said = self._said, []
             return said
@@ -200,25 +219,60 @@ class RayExecutor:
             return
         try:
             with self._of_places():
-                workers, spec = self._places.workers(engine), self._spec
+                workers = self._places.workers(engine)
         except PlacesError as error:
             died = Died(engine, decision.life, f"it has no place: {error}")
             self._placeless[engine] = time.monotonic() + RETRY_S, died
             return
-        life = self._lives[engine] = Life(engine, decision.life, workers)
+        life = self._lives[engine] = self._new_life(decision, workers)
         self._calls.ask(life, "starting", "whereabouts", then=partial(self._is_placed, engine, life))
-        point = workers[0].open.remote(spec)  # Ray gives its answer to the others
-        starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(workers)]
-        attached = [worker.attach.remote(self._nodes.form) for worker in workers]
-        self._calls.wait(life, "starting", [*starts, *attached], partial(_started, decision))
+        self._calls.ask(life, "starting", "kind", self._loads.spec, then=partial(self._has_kind, decision, life))
+
+    def _has_kind(self, decision: Start, life: Life, found: list[str]) -> list[Event]:
+        spec = self._loads.spec_of(decision, " and ".join(dict.fromkeys(found)))
+        point = life.workers[0].open.remote(spec)  # Ray gives its answer to the others
+        starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(life.workers)]
+        attached = [worker.attach.remote(self._nodes.form) for worker in life.workers]
+        self._calls.wait(life, "starting", [*starts, *attached], partial(self._has_started, decision, life))
+        return []
+
+    def _has_started(self, decision: Start, life: Life, slots: list[int | None]) -> list[Event]:
+        life.num_slots, form = slots[0], self._nodes.form
+        questions = self._loads.questions(decision, form.workers, form.dtype)
+        if questions is None:
+            self._accept(self._loads.started(decision))
+            self._replace_loader()
+            return []
+        pairs = zip(life.workers, questions, strict=True)
+        answers = [worker.inspect.remote(own_load, *question) for worker, question in pairs]
+        self._calls.wait(life, "showing what it has loaded", answers, partial(self._has_shown, decision))
+        return []
+
+    def _has_shown(self, decision: Start, found: list[str | Difference]) -> list[Event]:
+        self._accept(self._loads.compared(decision, found))
+        return []
+
+    def _accept(self, starts: Sequence[Start]) -> None:
+        for start in starts:
+            life = self._lives[start.engine]
+            self._calls.ask(life, "starting", "accept", then=partial(_accepted, start, life))
+
+    def _replace_loader(self) -> None:
+        """Where the engine that was to show what its kind loads has ended, one that waits for it begins anew."""
+        for waiting in self._loads.abandoned():
+            self._begin_anew(waiting)
+
+    def _new_life(self, decision: Start, workers: list[Any]) -> Life:
+        return Life(decision.engine, decision.life, workers, checks=self._work.checks.of_life(decision.engine))
 
     def _attach(self, decision: Start, survivor: Survivor) -> None:
         """Begin with an engine that is there: what it still does is dropped; one that cannot is started anew.
 
+        Only an engine that the trainer before has accepted is one, so what engines of its kind load was compared.
         It has said that it is there, but in a thread beside the one that works, which may be stuck.
         """
         engine = decision.engine
-        life = self._lives[engine] = Life(engine, decision.life, survivor.workers)
+        life = self._lives[engine] = self._new_life(decision, survivor.workers)
         self._said += self._is_placed(engine, life, survivor.whereabouts)
         rests = [worker.rest.remote() for worker in survivor.workers]
         rests += [worker.attach.remote(self._nodes.form) for worker in survivor.workers]
@@ -245,49 +299,58 @@ class RayExecutor:
         self._places.check()
         life = self._lives.pop(engine)
         self._calls.drop(life)
+        self._loads.left(Start(engine, life.number))
         if life.processes:
             self._nodes.kill(life.node, life.processes)
+        self._nodes.done(engine)
         if life.loading is not None:
             self._nodes.forget(life.node, life.loading)
         self._places.kill(life.workers)
 
-    def _load(self, decision: Load, life: Life, failed: Any = None) -> list[Event]:
-        """``failed``: Ray's reference to a copy of the weights to the node that failed; one more is asked for."""
-        if decision.version not in self._stored:
+    def _load(self, decision: Load, life: Life) -> list[Event]:
+        stored = self._stored.get(decision.version)
+        if stored is None:
             return self._missed(decision)
         life.loading = decision.version
-        location = self._nodes.location(life.node, decision.version, failed)
-        if isinstance(location, Location):
-            return self._take(decision, [location])
         # A call that Ray holds back for its arguments would hold back all later ones to the engine.
-        then = partial(self._take, decision)
-        again = partial(self._load, decision, life, location) if failed is None else None
-        self._calls.wait(life, "waiting for weights to come to its node", [location], then, again)
-        return []
+        location = self._nodes.location(decision, life.node, stored)
+        return [] if location is None else self._take(decision, location)
 
-    def _take(self, decision: Load, found: list[Location]) -> list[Event]:
+    def _has_arrived(self, arrival: Arrival) -> list[Event]:
+        """There is something to say of weights on their way to an engine's node."""
+        decision = arrival.load
+        if arrival.why is not None:
+            self._calls.drop(self._lives[decision.engine])
+            return [Died(decision.engine, decision.life, arrival.why)]
+        return [Arriving(*decision)] if arrival.location is None else self._take(decision, arrival.location)
+
+    def _take(self, decision: Load, location: Location) -> list[Event]:
         """Have an engine load a version that is on its node, if newer ones have not taken its place meanwhile."""
         stored = self._stored.get(decision.version)  # which the loop's thread changes
         if stored is None:
             return self._missed(decision)
         life = self._lives[decision.engine]
-        loads = [worker.load.remote(*found, stored.of(rank)) for rank, worker in enumerate(life.workers)]
+        life.is_held = bool(life.checks.questions(self._work.checks.held(decision.version)))
+        loads = [worker.load.remote(location, stored.of(rank)) for rank, worker in enumerate(life.workers)]
         self._calls.wait(life, "loading weights", loads, partial(self._has_loaded, decision, life))
         return []
 
     def _missed(self, decision: Load, is_torn: bool = False) -> list[Event]:
-        self._lives[decision.engine].loading = None
+        life = self._lives[decision.engine]
+        life.loading, life.is_held = None, False
+        self._to_ask[decision.engine] = life
+        self._nodes.done(decision.engine)
         return [Missed(*decision, is_torn)]
 
     def _issue(self, decision: Issue, life: Life) -> None:
-        requests = self._requests(decision.key, decision.samples)
+        requests, picture_set = self._work.requests(decision.key, decision.samples), self._work.picture_set
         if self._tells and decision.key.step >= 0:  # a validation is pinned
             requests = life.partial.begin(decision, requests, time.monotonic())
+            pairs = zip(decision.samples, decision.prefixes, strict=True)
+            life.continued |= {(decision.attempt, sample) for sample, prefix in pairs if prefix is not None}
         life.load += len(requests)
         self._to_ask[decision.engine] = life
-        shown = (
-            self._picture_set.encoded(request.prompt for request in requests) if self._picture_set is not None else {}
-        )
+        shown = {} if picture_set is None else picture_set.encoded(request.prompt for request in requests)
         pictures = [self._ray.put(shown)] if shown else []
         self._calls.ask(life, "taking requests", "issue", decision.attempt, decision.samples, requests, *pictures)
 
@@ -295,7 +358,8 @@ class RayExecutor:
 
     def _ask(self, engine: int, life: Life) -> None:
         """Have an engine with work sample on."""
-        while life.load and not life.is_torn and life.num_sampling < NUM_AHEAD:
+        may_sample = not life.is_torn and not life.is_held
+        while life.load and may_sample and life.num_sampling < NUM_AHEAD:
             life.num_sampling += 1
             self._calls.ask(life, "sampling", "proceed", self._max_steps, then=partial(self._has_sampled, engine, life))
         if life.partial.is_due(time.monotonic()):
@@ -304,23 +368,41 @@ class RayExecutor:
             self._calls.ask(life, "telling what it has", "grown", LEAST_TOKENS, then=then)
 
     def _has_loaded(self, decision: Load, life: Life, answers: list[LoadResult]) -> list[Event]:
-        result = min(answers)
+        """Ask the engine what it must show of its weights, before it is told to have them or samples with them."""
+        result, held = min(answers), self._work.checks.held(decision.version)
         life.is_torn = result is LoadResult.TORN or (life.is_torn and result is LoadResult.MISSED)
         if result is not LoadResult.WHOLE:
             return self._missed(decision, life.is_torn)
-        life.loading = None
+        if not (questions := life.checks.questions(held)):
+            return self._serves(decision, life)
+        asked = [worker.first_logprobs.remote(*question) for question in questions for worker in life.workers]
+
+        def heard(answers: list[Any]) -> list[Event]:
+            of_engine = [answer for (answer,) in answers[:: len(life.workers)]]
+            life.checks.hear(held, dict(zip(questions, of_engine, strict=True)))
+            return self._serves(decision, life)
+
+        self._calls.wait(life, "answering what it is asked of its weights", asked, heard)
+        return []
+
+    def _serves(self, decision: Load, life: Life) -> list[Event]:
+        life.loading, life.is_held = None, False
+        self._to_ask[decision.engine] = life
+        self._nodes.done(decision.engine)
         return [Loaded(*decision)]
 
     def _has_sampled(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         life.num_sampling -= 1
         life.load -= len(answers[0])
         self._to_ask[engine] = life
-        for attempt, sample, _ in answers[0]:
+        said: list[Event] = []
+        for attempt, sample, trajectory in answers[0]:
             life.partial.end(attempt, sample)
-        return [
-            Answered(engine, life.number, attempt, sample, trajectory.spans[0].version, trajectory)
-            for attempt, sample, trajectory in answers[0]
-        ]
+            is_own = (attempt, sample) not in life.continued
+            life.continued.discard((attempt, sample))
+            named = replace(trajectory, engine=engine) if is_own else trajectory
+            said.append(Answered(engine, life.number, attempt, sample, named.spans[0].version, named))
+        return said
 
     def _has_grown(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:
         return [*life.partial.grow(engine, life.number, answers[0])]

@@ -69,12 +69,8 @@ class StoreSink:
         here = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))  # other nodes may have more or fewer
         self._num_here = num_here or broadcast_object(here)
         self._world = world
-        series = tuple(tuple(weights.worker_layout(engine_size, worker)) for worker in range(engine_size))
-        names, changing = weights.changing, None
-        if names is not None:
-            changing = tuple(tuple(with_neighbours(one, having(one, names))) for one in series)
         salt = broadcast_object(int.from_bytes(os.urandom(7), "big"))
-        self.form = StoreForm(series, weights.dtype, num_slots, salt, has_validation, changing)
+        self.form = form_of(weights, engine_size, num_slots, salt, has_validation)
         self._store: Store | None = None
         with together("taking the memory of the weight store"):
             if is_first():
@@ -189,6 +185,15 @@ class StoreSink:
             platform.current().synchronize,
         )
         return StorePart(lambda read, write: transfer.run(read, write, dtype), is_collective=True)
+
+
+def form_of(weights: SentWeights, engine_size: int, num_slots: int, salt: int, has_validation: bool) -> StoreForm:
+    """The form of a store for engines of so many workers, which are sent these weights."""
+    series = tuple(tuple(weights.worker_layout(engine_size, worker)) for worker in range(engine_size))
+    names, changing = weights.changing, None
+    if names is not None:
+        changing = tuple(tuple(with_neighbours(one, having(one, names))) for one in series)
+    return StoreForm(series, weights.dtype, num_slots, salt, has_validation, changing)
 
 
 def _of_worker(series: Series, worker: int) -> Series:

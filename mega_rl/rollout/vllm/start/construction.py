@@ -19,7 +19,7 @@ from mega_rl.rollout.vllm.start.environment import is_external, preserved_proces
 from mega_rl.rollout.vllm.start.options import engine_arguments, slot_arguments
 from mega_rl.rollout.vllm.start.seeing import Sight, sight_arguments
 from mega_rl.rollout.vllm.start.sockets import remove_socket_names
-from mega_rl.rollout.vllm.start.versions import picture_constants_kept
+from mega_rl.rollout.vllm.start.versions import check_batch_invariance, picture_constants_kept
 
 
 def construct(
@@ -34,10 +34,14 @@ def construct(
     """A ``vllm.LLM`` that leaves the process as it found it."""
     external = is_external()
     with preserved_process(device_type):
-        from vllm import LLM
+        from vllm import LLM, envs
         from vllm.distributed.parallel_state import get_tp_group
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine import core
+
+        if rollout.batch_invariant:
+            check_batch_invariance(envs, current_platform)
 
         # An engine that is dropped, or whose construction fails, would destroy the trainer's process groups with it.
         core.cleanup_dist_env_and_memory = _leave_groups_alone

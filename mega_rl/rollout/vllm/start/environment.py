@@ -15,6 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mega_rl.config.checks.modes import not_invariant
+from mega_rl.errors import InputError
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 # The engine runs inside our process; with a process of its own neither live parameters nor collectives could reach it.
 _REQUIRED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -39,6 +43,17 @@ def set_environment(device_type: str, environ: MutableMapping[str, str] = os.env
     dynamo = sys.modules.get("torch._dynamo.config")
     if dynamo is not None and environ.get("TORCHDYNAMO_DISABLE") == "1":
         dynamo.disable = True  # type: ignore[attr-defined]  # it read the variable when it was imported, before us
+
+
+def set_batch_invariance(device_type: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have vLLM use its batch-invariant kernels (``rollout.batch_invariant``). Must run before vLLM is imported.
+
+    Raises:
+        InputError: it has none for this device.
+    """
+    if (problem := not_invariant(device_type)) is not None:
+        raise InputError(problem)
+    environ[BATCH_INVARIANT] = "1"
 
 
 @contextmanager

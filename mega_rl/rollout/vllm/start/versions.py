@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mega_rl.errors import InputError
 from mega_rl.rollout.receiver import Receiver
 from mega_rl.rollout.vllm.start.adapter_slots import BASE, live_slots
+from mega_rl.rollout.vllm.start.environment import BATCH_INVARIANT
 
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+INVARIANT_FROM = 90  # compute capability of devices with batch-invariant kernels
 CAPTURE = "mega_rl_capture"  # of a module of experts on a CPU: is told which experts [T, K] take the tokens
 WEIGHTED_INPUTS = "apply_router_weight_on_input"  # 0.32's name of what no supported family does
 TURNS_EXPERTS = "npu"  # the device type whose plug-in, vllm-ascend, holds experts transposed
@@ -175,6 +178,23 @@ class _PlainExperts:
             gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
             result = F.linear(F.silu(gate) * up, w2[expert])
             output.index_add_(0, tokens, result * topk_weights[tokens, places, None].to(result.dtype))
+
+
+def check_batch_invariance(envs: Any, current_platform: Any) -> None:
+    """
+    Args:
+        envs, current_platform: vLLM's.
+
+    Raises:
+        InputError: this vLLM has no batch-invariant kernels for this device, or was imported without them.
+    """
+    is_known = BATCH_INVARIANT in envs.environment_variables
+    if not is_known or not current_platform.has_device_capability(INVARIANT_FROM):
+        what = "device: it needs compute capability 9.0" if is_known else "version of vLLM"
+        raise InputError(
+            f"rollout.batch_invariant is True, but vLLM has no such kernels for this {what}: set it to false"
+        )
+    assert envs.VLLM_BATCH_INVARIANT, "vLLM was imported before the variable was set"
 
 
 def render(llm: Any, token_ids: list[int], pictures: list[Any]) -> dict[str, Any]:

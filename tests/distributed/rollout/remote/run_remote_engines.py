@@ -35,12 +35,13 @@ from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.remote.sink import RemoteSink
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.sinks import SentWeights
-from mega_rl.rollout.temperature_probe import measured_temperatures, probe_prompt
+from mega_rl.rollout.temperature_probe import probe_prompt
 from mega_rl.types import Trajectory
 from tests.distributed.rollout.rollout_checks import LONG, MAX_MODEL_LEN, check
 from tests.launching.launch import MARK, marked
 from tests.launching.listening import open_to_others
 from tests.models.rollout_support import answer_of, hf_greedy, hf_weights, perturb, prompt, save, tiny_model
+from tests.pretended.tokens import measured_temperatures
 
 NUM_ENGINES = 2
 NUM_TOKENS = 12

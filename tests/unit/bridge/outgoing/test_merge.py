@@ -68,9 +68,7 @@ def test_noise_and_quantisation_change_the_merged_weight() -> None:
     merged = whole(fold([merge], reader(tensors), 1).read, UP)
     noise = AqnNoise(AqnConfig(enabled=True, schedule="constant"), 10)
     aqn = AqnTransform(noise, SIZES, roles(SHAPE), lambda names: {name: tensors[name] for name in names}, torch.float32)
-    four_bits = SimulatedQuantization(
-        "nvfp4", SIZES, roles(SHAPE), [slices_of(full_series(SHAPE))], 0, torch.device("cpu")
-    )
+    four_bits = SimulatedQuantization("nvfp4", SIZES, roles(SHAPE), slices_of(full_series(SHAPE)), torch.device("cpu"))
     read = fold([merge, aqn, four_bits], reader(tensors), 1).read
     assert torch.equal(whole(read, UP), quantize_dequantize(merged, "nvfp4", float(merged.abs().max())))
     assert not torch.equal(whole(read, NORM), tensors[NORM])

@@ -142,7 +142,7 @@ def test_every_piece_of_every_shard_is_that_of_the_whole(
     monkeypatch.setattr(quantize.dist, "all_reduce", lambda tensor, op: tensor.fill_(amax))  # the other rank's part
     for rank in range(2):
         shapes, roles = {NAME: (6, 128), "n": (8,)}, {NAME: "linear", "n": "input_layernorm"}
-        quantization = SimulatedQuantization(name, shapes, roles, sources, rank, torch.device("cpu"))
+        quantization = SimulatedQuantization(name, shapes, roles, sources[rank], torch.device("cpu"))
         read = quantization.for_sync(reader_of(weight, 64 * rank, []), 0).read
         ends = 64 * rank + 64
         pieces = [
@@ -158,7 +158,7 @@ def test_what_is_not_linear_passes_through() -> None:
     roles = {NAME: "linear", "norm": "input_layernorm", "e": "embedding", "h": "lm_head", "r": "router", "b": "bias"}
     shapes = {name: (4, 32) for name in roles}
     sources = [[take_columns(name, name, 4, 0, 32) for name in roles]]
-    quantization = SimulatedQuantization("mxfp4", shapes, roles, sources, 0, torch.device("cpu"))
+    quantization = SimulatedQuantization("mxfp4", shapes, roles, sources[0], torch.device("cpu"))
     tensors = {name: weights(4, 32, seed) for seed, name in enumerate(roles)}
     clean = lambda local_name, hf_name, hf_box, local_box: tensors[hf_name][indices(hf_box)]  # noqa: E731
     read = quantization.for_sync(clean, 0).read
@@ -169,7 +169,8 @@ def test_what_is_not_linear_passes_through() -> None:
 
 def test_a_shard_that_cuts_a_block_is_refused() -> None:
     shapes, roles = {NAME: (4, 96)}, {NAME: "linear"}
-    arguments = (shapes, roles, column_shards(4, 96, 2), 0, torch.device("cpu"))
-    SimulatedQuantization("nvfp4", *arguments)  # 48 is three blocks of 16
-    with pytest.raises(InputError, match=r"mxfp4.*blocks of 32.*columns 0 to 48 of model.*parallel\.tensor"):
-        SimulatedQuantization("mxfp4", *arguments)
+    for held, columns in zip(column_shards(4, 96, 2), ("0 to 48", "48 to 96"), strict=True):
+        arguments = (shapes, roles, held, torch.device("cpu"))
+        SimulatedQuantization("nvfp4", *arguments)  # 48 is three blocks of 16
+        with pytest.raises(InputError, match=rf"mxfp4.*blocks of 32.*columns {columns} of model.*parallel\.tensor"):
+            SimulatedQuantization("mxfp4", *arguments)

@@ -29,7 +29,7 @@ from mega_rl.bridge.slices import Box, Slice, indices, take_columns, whole
 from mega_rl.models.mixture import Mixture
 from mega_rl.models.shape import ModelShape
 from tests.distributed.bridge.test_bridge_execute import local_parameters
-from tests.pretended.ranks import PretendedRanks
+from tests.pretended.trainer.ranks import PretendedRanks
 
 SALT = 7
 

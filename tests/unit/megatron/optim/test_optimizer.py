@@ -44,6 +44,11 @@ def test_the_other_schedules() -> None:
     assert table(config("cosine"), 4) == pytest.approx(cosine)
 
 
+def test_a_share_of_the_run_is_rounded_up() -> None:
+    assert table(config("constant", warmup_steps=0.3), 6) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
+    assert table(config("constant", warmup_steps=0.0), 3) == pytest.approx([1.0] * 3)
+
+
 def test_warm_up_and_decay_must_fit() -> None:
     table(config("wsd", warmup_steps=2, decay_steps=8), 10)
     with pytest.raises(InputError, match=r"optimizer.warmup_steps 3 and optimizer.decay_steps 8 .* 10 optimizer steps"):

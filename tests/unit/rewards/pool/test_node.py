@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.rewards.pool.dispatch import PoolError
-from mega_rl.rewards.pool.node import RemotePool, WorkerAddress, _path_of, offer
+from mega_rl.rewards.pool.node import WorkerAddress, _path_of, offer, reach
 from mega_rl.rewards.pool.pool import WorkerPool
 from mega_rl.rewards.pool.process import FORGED
 from mega_rl.rewards.pool.worker import GARBLED
@@ -26,7 +26,7 @@ def pool() -> Iterator[WorkerPool]:
 def test_another_rank_gets_the_same_answers(pool: WorkerPool) -> None:
     address = offer(pool, 1)
     assert os.stat(address.directory).st_mode & 0o777 == 0o700
-    remote = RemotePool(address, "rank 0")
+    remote = reach(address, "rank 0")
     values = [0.1, 1 / 3, -1e30, 5e-324]
     samples = [*map(right, values), b"rubbish\n"]
     many = [remote.submit(samples) for _ in range(20)]
@@ -47,15 +47,15 @@ def test_whoever_has_no_key_is_not_let_in(pool: WorkerPool) -> None:
             stranger.send_bytes(key)
             stranger.recv_bytes()
     with pytest.raises(PoolError, match="rank 3, .* ended"):
-        RemotePool(WorkerAddress(address.directory, b"y" * 32), "rank 3")
-    remotes = [RemotePool(address, "rank 0") for _ in range(2)]
+        reach(WorkerAddress(address.directory, b"y" * 32), "rank 3")
+    remotes = [reach(address, "rank 0") for _ in range(2)]
     assert [remote.submit([right(2.0)]).result(timeout=60) for remote in remotes] == [[[2.0]]] * 2
     for remote in remotes:
         remote.close()
 
 
 def test_what_ends_the_workers_is_told_to_the_other_ranks(pool: WorkerPool) -> None:
-    remote = RemotePool(offer(pool, 1), "rank 0")
+    remote = reach(offer(pool, 1), "rank 0")
     assert remote.submit([right(2.0)]).result(timeout=60) == [[2.0]]
     pool.close()
     with pytest.raises(PoolError, match="the workers were closed"):
@@ -66,4 +66,4 @@ def test_what_ends_the_workers_is_told_to_the_other_ranks(pool: WorkerPool) -> N
 def test_no_owner_is_a_sentence(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "gone"):
         with pytest.raises(PoolError, match="rank 0, .* ended; see what it said"):
-            RemotePool(WorkerAddress(str(directory), b""), "rank 0")
+            reach(WorkerAddress(str(directory), b""), "rank 0")

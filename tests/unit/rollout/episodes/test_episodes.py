@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from mega_rl.data.tokens.tokenizer import encode, render_prompt
 from mega_rl.environments.episode import EpisodeLimits
 from mega_rl.environments.protocol import End, Message, Reply, Turn
 from mega_rl.observe.metrics.declared import match
+from mega_rl.parallel import collectives
 from mega_rl.rewards.scorer import Scorer, WeightedReward
 from mega_rl.rollout.collect.collect import PromptGroup
 from mega_rl.rollout.collect.records import to_group, to_rows, write_step
@@ -317,17 +318,24 @@ def test_turns_have_seeds_of_their_own(turn: int) -> None:
 
 
 def test_the_ranks_of_an_engine_submit_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader runs the environments; the other rank learns what to submit before the same step of the engine."""
+    """The leader runs the environments; the other rank learns what to submit before the same step of the engine.
+
+    Of an environment that has nothing to say it learns a number, and no object.
+    """
     told: SimpleQueue[Any] = SimpleQueue()
     is_leader = threading.local()
 
-    def broadcast(value: Any, group: Any) -> Any:
+    numbers, objects = list[Any](), list[Any]()  # that the leader told
+
+    def broadcast(value: Any, group: Any, among: list[Any]) -> Any:
         if is_leader.value:
+            among.append(value)
             told.put(value)
             return value
         return told.get(timeout=60)
 
-    monkeypatch.setattr("mega_rl.rollout.episodes.episodes.broadcast_object", broadcast)
+    monkeypatch.setattr(collectives, "told_numbers", partial(broadcast, among=numbers))
+    monkeypatch.setattr(collectives, "broadcast_object", partial(broadcast, among=objects))
     engines = [ScriptedEngine(tokenizer(), order=4) for _ in range(2)]
     wanted = requests()
 
@@ -344,6 +352,8 @@ def test_the_ranks_of_an_engine_submit_the_same(monkeypatch: pytest.MonkeyPatch)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(rank, range(2))
     assert engines[0].requests == engines[1].requests and len(engines[0].requests) == 36
+    assert all(objects) and len(objects) == numbers.count([1]) and len(numbers) == len(objects) + numbers.count([])
+    assert sum(map(len, objects)) == 36 + len(wanted), "every turn and every end was told"
     assert [(t.prompt.index, t.sample_index) for t in first] == [(r.prompt.index, r.sample_index) for r in second]
     assert all(isinstance(r, Request) for r in second)
     assert sorted(first, key=lambda t: (t.prompt.index, t.sample_index)) == episodes(plan(), wanted)

@@ -12,7 +12,7 @@ from mega_rl.bridge.series import Series
 from mega_rl.rollout.remote import attached_store, engine_process
 from mega_rl.rollout.remote.engine_process import EngineProcess, LoadResult
 from mega_rl.rollout.remote.weight_store import Location, Part, Store, StoreForm, WantedVersion
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import sealed
 
 OTHER = Series("lm_head.weight", ((0, 3),), "lm_head.weight", ((0, 3),))
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))

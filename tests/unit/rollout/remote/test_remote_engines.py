@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ class PretendedFleet:
         self.waiting: list[list[Request]] = [[] for _ in range(num_engines)]
         self.shown: list[Any] = []  # what came with requests
         self.failure: Exception | None = None  # of taking requests
+        self.slow: set[int] = set()  # engines that do not answer yet
 
     def shared(self, value: Any) -> Any:
         return ("put", value)
@@ -41,8 +42,10 @@ class PretendedFleet:
         ended, self.waiting[engine] = self.waiting[engine], []
         return [Trajectory.single_turn(r.prompt, r.sample_index, [7], [-0.5], "", "stop", 0) for r in ended]
 
-    def first_done(self, calls: dict[int, Any]) -> int:
-        return next(iter(calls))
+    def first_done(self, calls: dict[int, Any], wait_s: float | None = None) -> int | None:
+        done = [engine for engine in calls if engine not in self.slow]
+        assert done or wait_s is not None, "nothing ends, and it is waited for without a limit"
+        return next(iter(done), None)
 
     def results(self, calls: Any, doing: str, first_worker: int) -> list[Any]:
         if calls is None and self.failure is not None:
@@ -94,6 +97,7 @@ def test_what_is_under_way_is_taken_out(engines: tuple[RemoteEngines, PretendedF
     """What engines end that were asked before is not lost; all others come back with their tails, in their order."""
     sampler, fleet = engines
     sampler.submit([*turns(4, range(2), 0), *turns(2, range(2), 0)])
+    fleet.slow = {1}
     assert [(t.prompt.index, t.sample_index) for t in sampler.step()] == [(4, 0), (4, 1)]
     sampler.submit([*turns(7, range(2), 0), *turns(9, range(1), 0)])  # the other engine is on its way
     found, stopped = sampler.interrupt()
@@ -103,6 +107,22 @@ def test_what_is_under_way_is_taken_out(engines: tuple[RemoteEngines, PretendedF
     assert sampler.num_unfinished == 0 and sampler._loads == [0, 0, 0] and not sampler._advancing
     sampler.submit(stopped)
     assert fleet.given[-2:] == [(0, [(7, 0, 0), (7, 1, 0)]), (1, [(9, 0, 0)])]
+
+
+@pytest.mark.parametrize("per_engine", [1, 40])
+def test_however_many_responses_end_the_ranks_are_told_once(
+    engines: tuple[RemoteEngines, PretendedFleet], per_engine: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of nothing else than their numbers."""
+    told: list[Sequence[int]] = []
+    monkeypatch.setattr(module, "told_numbers", lambda numbers: told.append(numbers) or list(numbers))
+    sampler, _ = engines
+    requests = [one for number in range(3) for one in turns(number, range(per_engine), 0)]
+    sampler.submit(requests)
+    ended = sampler.step()
+    assert {(t.prompt.index, t.sample_index) for t in ended} == {(r.prompt.index, r.sample_index) for r in requests}
+    assert sampler.num_unfinished == 0 and sampler.step() == []
+    assert [len(numbers) for numbers in told] == [2 * len(requests), 0]
 
 
 def test_what_is_not_known_goes_to_the_engine_with_the_least_to_do(

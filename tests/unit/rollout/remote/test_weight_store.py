@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 
+from mega_rl.bridge.mapping.adapter import adapter_tensors
+from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.tuning import AdapterPlan
 from mega_rl.bridge.mapping.vllm import vllm_series
 from mega_rl.bridge.series import having, with_neighbours
 from mega_rl.errors import InputError
 from mega_rl.models.shape import parse_config
-from mega_rl.rollout.remote.weight_store import Store, StoreForm, check_room
+from mega_rl.rollout.remote.fleet.node_agent import chunks_of
+from mega_rl.rollout.remote.fleet.store_sink import form_of as sink_form
+from mega_rl.rollout.remote.weight_store import ALIGNMENT, Store, StoreForm, check_room
+from mega_rl.rollout.sinks import SentWeights
 from tests.models.families import CONTRACT
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import sealed
 
 ENGINE_SIZE = 2
 SHAPE = parse_config(CONTRACT.config("qwen3_moe"), "qwen3_moe")
@@ -59,6 +66,29 @@ def test_parameters_that_change_nowhere_lie_there_once() -> None:
     assert {name.rsplit(".", 2)[1] for name in plan.slot.places} == {"qkv_proj"}, "what the layers' q shares with k, v"
     assert plan.fixed.places.keys() | plan.slot.places.keys() == everything.places.keys()
     assert plan.num_bytes(4) < everything.num_bytes * 2 < whole.plan(0).num_bytes(4)
+
+
+@pytest.mark.parametrize("way", ["slots", "merged"])
+def test_a_version_of_adapters_moves_what_they_are_and_no_base_weights(way: str) -> None:
+    """To a node whole slots, and to an engine what its worker's slot has; the base is there once."""
+    shape = parse_config(CONTRACT.config("qwen3"), "qwen3")
+    plan = AdapterPlan({name: 16 for name in hf_tensors(shape) if ".q_proj." in name})
+    factors = adapter_tensors(shape, plan)
+    changing = frozenset(factors if way == "slots" else plan.ranks)
+    slots = plan if way == "slots" else None
+    sent = SentWeights(shape, torch.bfloat16, 1 << 20, torch.device("cpu"), changing, slots)
+    form = sink_form(sent, ENGINE_SIZE, num_slots=2, salt=1, has_validation=False)
+    together = {n: size for n, size in hf_tensors(shape).items() if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
+    wanted = factors if way == "slots" else together
+    kept = {hf_name for plan in form.plans for _, hf_name in plan.slot.numbers}
+    assert kept == wanted.keys(), "of what is merged, what shares a parameter with it too"
+    to_worker = [sum(2 * prod(place.size) for place in plan.slot.places.values()) for plan in form.plans]
+    least = sum(2 * prod(size) for size in wanted.values()) / ENGINE_SIZE
+    assert all(least <= num_bytes <= 2 * least for num_bytes in to_worker), (to_worker, least)
+    to_node = sum(stop - start for _, start, stop in chunks_of(form, is_fixed=False))
+    assert to_node == sum(plan.slot.num_bytes - ALIGNMENT for plan in form.plans)
+    base = sum(2 * prod(size) for size in hf_tensors(shape).values())
+    assert sum(stop - start for _, start, stop in chunks_of(form, is_fixed=True)) + to_node >= base
 
 
 def test_a_node_without_room_is_told_what_it_needs() -> None:

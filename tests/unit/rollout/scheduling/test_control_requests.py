@@ -20,7 +20,7 @@ from mega_rl.fleet.executor import PlacesError
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import held_out
 from mega_rl.observe.timeline import read_trace
-from mega_rl.rollout.scheduling import fleet_requests
+from mega_rl.rollout.scheduling import control_requests, fleet_requests
 from mega_rl.rollout.scheduling.control_requests import ControlRequests
 from mega_rl.rollout.scheduling.fleet_record import TIMELINE, FleetRecord
 from mega_rl.rollout.scheduling.fleet_requests import ANSWER, DIRECTORY, QUESTION, ControlQuestion, Mailbox, ask
@@ -185,6 +185,26 @@ def test_room_is_asked_for_within_a_bound(tmp_path: Path) -> None:
         )
         found = attended(control, tmp_path, ControlQuestion("add", count=1022))
         assert found["error"] == "at most 1,024 engines can be waited for, and 3 are waited for already: ask for fewer"
+
+
+def test_each_look_at_room_asks_a_bounded_number_of_times_and_once_of_what_is_there(tmp_path: Path) -> None:
+    asked: list[int] = []
+    joined: list[events.Event] = []
+
+    class Roomy(PretendedExecutor):
+        def has_room(self, engine: int) -> bool:
+            asked.append(engine)
+            return super().has_room(engine)
+
+    count = 2 * control_requests.MAX_LOOKS + 5
+    executor = Roomy(requests, lambda v: v, True, room=count)
+    with sitting(tmp_path, executor, joined.append) as (control, _, _):
+        (tmp_path / DIRECTORY / f"a{QUESTION}").write_text(json.dumps(asdict(ControlQuestion("add", count=count))))
+        for looks in (1, 2, 3):
+            control.attend()
+            assert len(asked) == min(count, looks * control_requests.MAX_LOOKS)
+            assert (tmp_path / DIRECTORY / f"a{ANSWER}").exists() == (looks == 3), "nothing is refused before"
+        assert len(set(asked)) == len(asked) == len(joined)
 
 
 def test_what_ends_a_run_is_no_answer_to_a_question(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.config import RunConfig
+from mega_rl.errors import GateFailure
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.stages.learn.engine_distance import (
     FIRST_SIGHT,
@@ -25,7 +26,6 @@ from mega_rl.stages.learn.engine_distance import (
     too_far,
 )
 from mega_rl.stages.learn.gate_watch import GateWatch
-from mega_rl.stages.learn.gates import GateFailure
 from mega_rl.types import Prompt, Sample, Score, Span, Trajectory
 
 PROMPT = Prompt(0, (1,), "", "", "s")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mega_rl.config import RunConfig
+from mega_rl.errors import GateFailure
 from mega_rl.microbatch import Microbatch, TokenStats
 from mega_rl.stages.learn import gates
 from mega_rl.stages.learn.engine_distance import EngineHistory
 from mega_rl.stages.learn.gate_watch import GateWatch
-from mega_rl.stages.learn.gates import GateFailure
 from mega_rl.stages.learn.logprob_difference import LogprobDifference, difference, merged
 from mega_rl.types import Prompt, Sample, Score, Trajectory
 

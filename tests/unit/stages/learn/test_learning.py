@@ -17,7 +17,7 @@ from mega_rl.algorithms import advantage, policy_loss
 from mega_rl.algorithms.objective import OBJECTIVES
 from mega_rl.config import RunConfig
 from mega_rl.config.checks.algorithm import PRESETS
-from mega_rl.errors import InputError
+from mega_rl.errors import GateFailure, InputError
 from mega_rl.microbatch import Figures, Microbatch, TokenStats
 from mega_rl.observe.metrics.declared import is_declared
 from mega_rl.observe.timers import Timers
@@ -26,7 +26,6 @@ from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.learn import learning
 from mega_rl.stages.learn.gate_watch import GateWatch
-from mega_rl.stages.learn.gates import GateFailure
 from mega_rl.stages.learn.learning import Learner
 from mega_rl.stages.run.batch_share import BatchShare
 from mega_rl.types import Prompt, Score, Trajectory

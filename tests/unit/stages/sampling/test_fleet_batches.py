@@ -21,6 +21,7 @@ from mega_rl.rollout.requests import sample_seed
 from mega_rl.stages.sampling.batch_builder import BusyTime
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.sampling.ticket_requests import TicketScoring
+from mega_rl.stages.weights.engine_probe import NoEngine
 from mega_rl.types import Outcome, Prompt, Trajectory
 
 
@@ -46,7 +47,7 @@ def batches(
     config.rollout.mode, config.rollout.max_staleness, config.rollout.n = mode, eta, 3
     config.data.train_batch_size, config.data.max_response_length = 2, 8
     config.algorithm.dynamic_sampling.enabled = enabled
-    fleet = Fleet(5, EngineLimits(), lambda _: pytest.fail("nothing is started"))
+    fleet = Fleet(5, EngineLimits(), lambda _: pytest.fail("nothing is started"), NoEngine())
     stream = Stream(Prompts(), 2, True, 0)
     job: Any = SimpleNamespace(config=config, timers=Timers(), rendezvous=None, trajectory_store=None)
     return FleetBatches(job, stream, fleet, None, total_steps=10, validation=validation)  # type: ignore[arg-type]
@@ -109,6 +110,14 @@ def test_a_checkpoint_from_the_end_of_a_shorter_run_has_not_what_is_pinned_to_ol
     batches().load_state_dict(state(fleet=last | {"trained": 10}))
     with pytest.raises(InputError, match="rollout.routing_replay=recompute"):
         batches().load_state_dict(state(rules=state()["rules"] | {"rollout.routing_replay": "recompute"}))
+
+
+def test_a_batch_invariant_engine_is_part_of_what_a_checkpoint_was_made_with() -> None:
+    rules = state()["rules"]
+    assert batches()._named_rules()["rollout.batch_invariant"] is False
+    batches().load_state_dict(state(rules=rules))  # of a version that had no such key
+    with pytest.raises(InputError, match="batch_invariant=True, and this run has rollout.batch_invariant=False"):
+        batches().load_state_dict(state(rules=rules | {"rollout.batch_invariant": True}))
 
 
 def test_a_synchronous_checkpoint_has_nothing_in_the_air() -> None:

@@ -131,6 +131,32 @@ def test_plan_of_a_large_model(tmp_path: Path) -> None:
         assert 1 <= found["balance"] < 1.2  # owners of experts that stay where they are have less to send
 
 
+@pytest.mark.slow
+def test_proofs_of_weights_cost_a_rank_no_more_in_a_larger_world(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = run_copy(Path("benchmarks/weights/proof_at_scale.py"), "--quick", "--json", path).check()
+    few, many = json.loads(path.read_text())["worlds"].values()
+    assert few["slices"] == many["slices"] > 0
+    assert (few["exchanges"], few["exchanged_mb"]) == (many["exchanges"], many["exchanged_mb"])
+    assert [len(rows) for rows in tables(launched.stdout)] == [3]
+
+
+def test_loads_of_a_fleet(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    launched = run_copy(Path("benchmarks/weights/fleet_load.py"), "--quick", "--json", path).check()
+    ((header, row),) = tables(launched.stdout)
+    (found,) = [one for one in json.loads(path.read_text()).values() if isinstance(one, dict)]
+    assert len(row) == len(header) and found["bytes"] < 400 and found["form_bytes"] < 100_000
+
+
+def test_relay_to_few_nodes(tmp_path: Path) -> None:
+    arguments = ("--nodes", "4", "--gigabytes", "4", "--json", tmp_path / "result.json")
+    launched = run_copy(Path("benchmarks/weights/relay.py"), *arguments).check()
+    ((header, *body),) = tables(launched.stdout)
+    assert [row[0] for row in body] == ["nobody", "node 1", "node 3", "node 4"]
+    assert all(len(row) == len(header) for row in body)
+
+
 @pytest.mark.parametrize("script", ["benchmarks/training/logprob.py", "benchmarks/training/step.py"])
 def test_help(script: str) -> None:
     launched = run_copy(Path(script), "--help").check()
@@ -155,6 +181,16 @@ def test_routed_tokens_are_sent_once(tmp_path: Path) -> None:
     # Two data-parallel ranks with two ranks each: once to one of them, once from there to the other.
     assert figures["routed"][1] < 2 * figures["routed"][0]
     assert figures["whole"][1] >= 3 * figures["whole"][0], "every rank gets all of it"
+
+
+def test_bytes_through_rank_0_are_counted(tmp_path: Path) -> None:
+    path, script = tmp_path / "result.json", Path("benchmarks/asynchronous/first_rank_bytes.py")
+    run_copy(script, "--prompt", 10, "--response", 100, "--responses", 3, "--json", path).check()
+    dense, mixture = json.loads(path.read_text())["rows"].values()
+    learnt = dense["to the rank that learns from it"]
+    assert learnt == 4 * (110 + 4 + 100) and dense["its pieces before, in_flight"] == 8 * 100
+    assert mixture["to the rank that learns from it"] - learnt == 109 * 48 * 8, "a byte for each choice"
+    assert dense["what the scheduler needs of it"] < 400 < learnt < dense["whole, from its engine"]
 
 
 def test_overlap_is_measured_in_every_mode(tmp_path: Path) -> None:
@@ -204,3 +240,16 @@ def test_episodes_with_bad_tools_all_end_and_leave_nothing() -> None:
     (rows,) = tables(launched.stdout)
     assert [row[:3] for row in rows[1:]] == [[kind, "4", "4"] for kind in ("hang", "die", "flood", "raise", "binary")]
     assert "0 processes left" in launched.stdout
+
+
+@pytest.mark.slow
+def test_the_control_of_a_fleet_does_not_grow_with_its_engines(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    arguments = ("--engines", "16", "48", "--whole", "8", "--json", path)
+    launched = run_copy(Path("benchmarks/asynchronous/fleet_control.py"), *arguments).check()
+    control, whole = tables(launched.stdout)
+    assert control[0] == ["cost", "16 engines", "48 engines"]
+    few, many = json.loads(path.read_text())["control"]
+    counts = [name for name in few if name.endswith(("functions", "looked_at"))]
+    assert len(counts) == 7 and {name: few[name] for name in counts} == {name: many[name] for name in counts}
+    assert ["responses lost", "0"] in whole and ["responses doubled", "0"] in whole

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,25 @@ import psutil
 import torch
 
 from mega_rl import platform
-from mega_rl.bridge.series import Series
+from mega_rl.bridge.reshard.proof import LoadProof
+from mega_rl.bridge.series import Series, slices_of
+from mega_rl.bridge.slices import Box, Slice, extents
 from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.fleet.engines import Condition, EngineLimits
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
 from mega_rl.rollout.engine import Request
+from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
 from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases
-from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor
+from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
+from mega_rl.rollout.remote.load_checks import LoadChecks
 from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory
-from tests.pretended.engine_process import PretendedKeptProcess
-from tests.pretended.stored import sealed
+from tests.pretended.engine_process import PretendedKeptProcess, sealed
 
 NORM = Series("model.norm.weight", ((0, 5),), "model.norm.weight", ((0, 5),))
 RULES = Rules(num_groups=4, group_size=2, total_steps=4)
@@ -59,17 +63,31 @@ def value(version: int) -> float:
     return version + 0.5
 
 
+class PretendedKeptZeros(PretendedKeptProcess):
+    def loaded(self, slices: list[Slice], dtype: torch.dtype, *_: Any) -> dict[str, torch.Tensor]:
+        """Of a model whose weights are zeros."""
+        return {piece.local_name: torch.zeros(extents(piece.hf_box), dtype=dtype) for piece in slices}
+
+
+def read_zeros(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
+    return torch.zeros(extents(hf_box))
+
+
 class Trainer:
     def __init__(self, output_dir: Path, num_engines: int, first: int) -> None:
         self.store, self.stored = (
             Store(StoreForm(((NORM,),), torch.float32, 2, salt=os.getpid())),
             dict[int, StoredVersion](),
         )
+        self.checks = FleetChecks(CheckPlan(50, 0.7, "float32", print))
         self.put(first)
         rollout = RolloutConfig(placement="separate", num_engines=num_engines, mode="pinned")
         spec = EngineSpec(str(output_dir), rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
         kept_by = leases.keeping(output_dir, lease_s=10_000)
-        self.executor = RayExecutor(spec, num_engines, requests, self.store, self.stored, kept_by)
+        norm = [NORM]
+        proof = LoadProof({NORM.hf_name: (5,)}, slices_of(norm), [norm], 1, read_zeros)
+        loads = LoadChecks(spec, proof, partial(print, flush=True))
+        self.executor = RayExecutor(loads, num_engines, Work(requests, self.checks), self.store, self.stored, kept_by)
         print(f"ATTACHED {self.executor.num_survivors}", flush=True)
         state: dict[str, Any] = {"format": STATE_VERSION, "trained": first, "steps": {}}
         self.scheduler = FleetScheduler(RULES, EngineLimits(restarts=1), range(num_engines), state)
@@ -78,6 +96,7 @@ class Trainer:
     def put(self, version: int) -> None:
         self.store.parameters(0, version)["model.norm.weight"].fill_(value(version))
         self.stored[version] = sealed(self.store, version)
+        self.checks.tell(Held(version))
 
     def processes(self) -> list[int]:
         return sorted(process for life in self.executor._lives.values() for process in life.processes)
@@ -129,7 +148,7 @@ def _is_of_us(process: Any) -> bool:
 
 
 def main(output_dir: Path, num_engines: int, first: int, lease_s: float) -> None:
-    leases.KeptEngine = PretendedKeptProcess  # type: ignore[misc]
+    leases.KeptEngine = PretendedKeptZeros  # type: ignore[misc]
     platform.select("cpu")
     trainer = Trainer(output_dir, num_engines, first)
     trainer.train(first, lease_s)

@@ -199,7 +199,7 @@ def run(monkeypatch: pytest.MonkeyPatch, rules: Rules, strikes: int) -> tuple[Ru
     monkeypatch.setattr(PiecedWorker, "strikes", strikes)
     found: list[Trajectory] = []
     made = Run(monkeypatch, rules=rules, worker=PiecedWorker)
-    made.executor._requests = responses
+    made.executor._work = dataclasses.replace(made.executor._work, requests=responses)
     do = made.do
 
     def noted(decision: events.Decision, said: list[events.Event]) -> None:

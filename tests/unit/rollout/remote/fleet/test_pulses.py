@@ -16,6 +16,7 @@ import pytest
 
 from mega_rl.fleet.events import Pulsed
 from mega_rl.observe.pulse import Pulse, read_pulse
+from mega_rl.rollout.engine_checks import CheckPlan, EngineChecks
 from mega_rl.rollout.remote.fleet import pulses as under_test
 from mega_rl.rollout.remote.fleet.calls import Life
 from mega_rl.rollout.remote.fleet.node_agent import NodeAgent
@@ -23,6 +24,8 @@ from mega_rl.rollout.remote.fleet.pulses import Pulses
 from tests.launching.launch import REPO
 
 WAIT_S = 60.0
+
+CHECKS = EngineChecks(0, CheckPlan(50, 1.0, "float32", print))
 
 
 class Nodes:
@@ -53,7 +56,9 @@ class Asking:
 
 
 def life(engine: int, node: str, *processes: int) -> Life:
-    return Life(engine, 0, [], node, list(processes), load=1, pulses_at=[(process, 5) for process in processes])
+    return Life(
+        engine, 0, [], node, list(processes), load=1, checks=CHECKS, pulses_at=[(process, 5) for process in processes]
+    )
 
 
 def test_a_node_is_asked_once_about_all_its_busy_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -16,10 +17,13 @@ from mega_rl.fleet import events
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import PlacesError
 from mega_rl.fleet.scheduler import FleetScheduler
+from mega_rl.fleet.step_window import STATE_VERSION
 from mega_rl.fleet.tickets import Key, Rules
+from mega_rl.models.shape import ModelShape
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet import places, ray_executor as under_test
+from mega_rl.rollout.remote.fleet.nodes import Arrival
 from mega_rl.rollout.remote.weight_store import Location, StoredVersion, WantedVersion
 from mega_rl.types import Prompt
 from tests.pretended.remote.fake_ray import (
@@ -28,7 +32,6 @@ from tests.pretended.remote.fake_ray import (
     PROOFS,
     PULSE_FILE,
     Answer,
-    Arriving,
     FakeRay,
     LaterError,
     TaskFailed,
@@ -60,14 +63,18 @@ class Run:
         picture_set: Any = None,
         rules: Rules = RULES,
         worker: Callable[[int, int], Worker] = Worker,
+        shape: ModelShape | None = None,
+        trained: int = 0,
     ) -> None:
+        """``trained``: steps that a trainer before has made."""
         platform.select("cpu")
-        self.ray, self.told, self.batches = FakeRay(worker), [], []
+        self.ray, self.told, self.batches = FakeRay(worker, shape), [], []
         self.on_issue: Callable[[events.Issue, list[Worker]], None] = lambda decision, workers: None
-        self.stored = {0: StoredVersion(0, 2, PROOFS)}
+        self.stored = {trained: StoredVersion(trained, 2, PROOFS)}
         rollout = fleet_of(2, size, is_pinned=rules.is_pinned)
         self.executor = executor_on(monkeypatch, self.ray, rollout, requests, self.stored, picture_set)
-        self.scheduler = FleetScheduler(rules, LIMITS, range(2))
+        state: dict[str, Any] = {"format": STATE_VERSION, "trained": trained, "steps": {}}
+        self.scheduler = FleetScheduler(rules, LIMITS, range(2), state if trained else None)
 
     def go(self) -> events.Finish:
         todo = list(self.scheduler.begin(self.ray.now))
@@ -100,11 +107,16 @@ class Run:
         """Why engines were ended before the run was."""
         return [d.why for d in self.told if isinstance(d, events.Kill)]
 
+    def readers(self) -> list[Worker]:
+        """The workers that have loaded weights by themselves."""
+        return [worker for worker in self.ray.workers if worker.has_read]
+
 
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     run = Run(monkeypatch)
     assert not run.go().is_failure and not run.whys()[:-2], run.whys()
     assert [batch[0][0][0][0] for batch in run.batches] == [1, 2, 3], "each step has weights of its own"
+    assert run.readers() == run.ray.workers[:1] and len(run.ray.workers) == 2, "the first of a kind loads, no other"
     return run.batches
 
 
@@ -246,16 +258,17 @@ def test_a_node_without_memory_for_the_weights_is_said_at_once(monkeypatch: pyte
 
 
 def test_weights_on_their_way_to_a_node_hold_no_call_to_its_engines_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, run, arriving = undisturbed(monkeypatch), Run(monkeypatch), list[Arriving]()
+    expected, run, late = undisturbed(monkeypatch), Run(monkeypatch), list[events.Load]()
 
-    def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
-        if version == 1 and not arriving:
-            arriving.append(Arriving(run.ray, run.ray.now + 2 * LIMITS.progress_s))
-            return arriving[0]
+    def location(load: events.Load, node: str, stored: StoredVersion) -> Location | None:
+        if load.version == 1 and not late:
+            late.append(load)
+            run.ray.arriving.append((run.ray.now + 2 * LIMITS.progress_s, Arrival(load, OWN)))
+            return None
         return OWN
 
     monkeypatch.setattr(run.executor._nodes, "location", location)
-    assert not run.go().is_failure and run.batches == expected and arriving and not run.whys()[:-2], run.whys()
+    assert not run.go().is_failure and run.batches == expected and late and not run.whys()[:-2], run.whys()
 
 
 @pytest.mark.parametrize("comes_late", [True, False])
@@ -265,11 +278,15 @@ def test_weights_that_newer_ones_have_replaced_cost_no_restart(
     """The first load of step 1's weights finds them gone; the scheduler asks again for what it needs."""
     expected, run, gone = undisturbed(monkeypatch), Run(monkeypatch), list[StoredVersion]()
 
-    def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
-        if version == 1 and not gone:
+    def location(load: events.Load, node: str, stored: StoredVersion) -> Location | None:
+        if load.version == 1 and not gone:
             gone.append(run.stored.pop(1))
-            return Arriving(run.ray, run.ray.now + 5) if comes_late else OWN
+            run.ray.arriving.append((run.ray.now + 5, Arrival(load, OWN)))
+            return None if comes_late else OWN
         return OWN
+
+    if not comes_late:
+        monkeypatch.setattr(run.executor._nodes, "heard", list)
 
     monkeypatch.setattr(run.executor._nodes, "location", location)
     handle = run.scheduler.handle
@@ -314,27 +331,45 @@ def test_weights_replaced_while_an_engine_reads_them_cost_no_restart_and_no_step
     assert not run.go().is_failure and run.batches == expected and late and not run.whys()[:-2], run.whys()
 
 
-@pytest.mark.parametrize("num_failures", [1, 2])
-def test_a_copy_to_a_node_that_fails_once_costs_its_engines_no_restart(
-    monkeypatch: pytest.MonkeyPatch, num_failures: int
-) -> None:
-    """Both engines of the node wait for the same copy, and then for the same other one."""
-    expected, run, copies = undisturbed(monkeypatch), Run(monkeypatch), list[Arriving]()
+def test_weights_that_do_not_come_to_a_node_cost_its_engines_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, run, failed = undisturbed(monkeypatch), Run(monkeypatch), list[events.Load]()
 
-    def location(node: str, version: int, failed: Any = None) -> Location | Arriving:
-        if version or len(copies) > num_failures:
+    def location(load: events.Load, node: str, stored: StoredVersion) -> Location | None:
+        if load.life:
             return OWN
-        if not copies or failed is copies[-1]:
-            error = TaskFailed(ConnectionError("no route")) if len(copies) < num_failures else None
-            copies.append(Arriving(run.ray, run.ray.now + 5, error))
-        return copies[-1]
+        failed.append(load)
+        run.ray.arriving.append((run.ray.now + 5, Arrival(load, why="it failed: no route")))
+        return None
 
     monkeypatch.setattr(run.executor._nodes, "location", location)
-    assert not run.go().is_failure and run.batches == expected
-    failed = [why for why in run.whys() if "no route" in why]
-    assert len(copies) == num_failures + 1 and failed == (
-        [] if num_failures == 1 else 2 * ["it failed while waiting for weights to come to its node: no route"]
-    )
+    assert not run.go().is_failure and run.batches == expected and len(failed) == 2
+    assert [why for why in run.whys() if "no route" in why] == 2 * ["it failed: no route"]
+
+
+def test_weights_that_keep_coming_are_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as three limits for a load; without a chunk it is ended after one."""
+    for comes in (True, False):
+        run, loads = Run(monkeypatch), list[events.Load]()
+        run.scheduler.limits = replace(LIMITS, load_s=30.0)
+
+        def location(
+            load: events.Load, node: str, stored: StoredVersion, run: Run = run, loads: Any = loads, comes: bool = comes
+        ) -> Location | None:
+            if load.version != 1 or loads:
+                return OWN
+            loads.append(load)
+            times = [run.ray.now + later for later in range(10, 100, 10)] if comes else []
+            run.ray.arriving += [(at, Arrival(load)) for at in times]
+            run.ray.arriving.append((run.ray.now + 100, Arrival(load, OWN)))
+            return None
+
+        monkeypatch.setattr(run.executor._nodes, "location", location)
+        if comes:
+            assert not run.go().is_failure and not run.whys()[:-2], run.whys()
+        else:
+            run.ray.arriving.clear()
+            run.go()
+            assert run.whys()[0] == "30 s were not enough for it to load version 1"
 
 
 @pytest.mark.parametrize("state", ["runs", "gone", "stopped"])
@@ -450,8 +485,9 @@ def test_what_an_engine_said_before_it_was_killed_is_not_heard_after(monkeypatch
     run = Run(monkeypatch)
     run.executor.carry(events.Start(0, 0))
     run.executor.carry(events.Start(1, 0))
-    for _ in range(4):
-        run.ray.pass_time(1.0)  # both have started, and nobody has looked
+    while not all(worker.is_accepted for worker in run.ray.workers):
+        assert run.executor.events(0.0) == []
+        run.ray.pass_time(1.0)  # in the end both have started, and nobody has looked
     run.executor.carry(events.Kill(0, 0, "it is no longer wanted"))
     assert run.executor.events(0.0) == [events.Started(1, 0, NUM_SLOTS)]
     run.executor.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,12 @@ from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.errors import InputError
 from mega_rl.planning.engine import engine_share
-from mega_rl.rollout.vllm.start.environment import EngineGenerators, preserved_process, set_environment
+from mega_rl.rollout.vllm.start.environment import (
+    EngineGenerators,
+    preserved_process,
+    set_batch_invariance,
+    set_environment,
+)
 from mega_rl.rollout.vllm.start.options import (
     additional_config,
     check_options,
@@ -24,6 +31,7 @@ from mega_rl.rollout.vllm.start.options import (
     num_loading_engines,
     option_names,
 )
+from mega_rl.rollout.vllm.start.versions import check_batch_invariance
 
 KNOWN = (
     "model",
@@ -252,3 +260,32 @@ def test_a_probe_needs_its_log_probabilities(value: Any, is_taken: bool) -> None
         return
     with pytest.raises(InputError, match=r"rollout\.vllm\.max_logprobs is .*: remove it"):
         check_options(options, None, "cpu")
+
+
+def test_batch_invariant_kernels_are_asked_for_where_there_are_any() -> None:
+    environ: dict[str, str] = {}
+    set_batch_invariance("cuda", environ)
+    assert environ == {"VLLM_BATCH_INVARIANT": "1"}
+    for device, why in (("cpu", "no such kernels for a CPU"), ("npu", "vllm-ascend has no such kernels")):
+        with pytest.raises(InputError, match=why):
+            set_batch_invariance(device, environ := {})
+        assert environ == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "capability", "words"),
+    [
+        (["VLLM_BATCH_INVARIANT"], 90, None),
+        (["VLLM_BATCH_INVARIANT"], 80, "this device: it needs compute capability 9.0"),
+        ([], 90, "this version of vLLM"),
+    ],
+)
+def test_batch_invariant_kernels_are_looked_for(names: list[str], capability: int, words: str | None) -> None:
+    envs = SimpleNamespace(environment_variables=names, VLLM_BATCH_INVARIANT=True)
+    here = SimpleNamespace(has_device_capability=lambda least: capability >= least)
+    with pytest.raises(InputError, match=words) if words else nullcontext():
+        check_batch_invariance(envs, here)
+    envs.VLLM_BATCH_INVARIANT = False
+    if words is None:
+        with pytest.raises(AssertionError, match="imported before"):
+            check_batch_invariance(envs, here)

@@ -29,6 +29,7 @@ class PretendedRanks:
     def __init__(self, size: int) -> None:
         self.size, self._own = size, threading.local()
         self._given: list[Any] = [None] * size
+        self._combined = numpy.zeros(0, dtype=numpy.int64)
         self._meeting = threading.Barrier(size, timeout=TIMEOUT_S)
 
     def run(self, function: Callable[[int], Result]) -> list[Result]:
@@ -60,7 +61,11 @@ class PretendedRanks:
         return list(self._given)
 
     def reduced(self, values: Numbers, op: Any) -> Numbers:
-        return COMBINED[op](self.gathered(values))
+        given = self.gathered(values)
+        if self._own.rank == 0:  # for all: the others would only make the same once more
+            self._combined = COMBINED[op](given)
+        self._meeting.wait()
+        return self._combined.copy()
 
     @contextmanager
     def together(self, what: str, group: None = None) -> Iterator[None]:

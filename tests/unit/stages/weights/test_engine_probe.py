@@ -1,4 +1,5 @@
-"""Adapters that changed must change what the engines answer; what bfloat16 rounds away is told once."""
+"""What is asked of engines after a push: adapters that changed must change their answers; and what bfloat16 rounds away
+is told once."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
+from mega_rl.errors import GateFailure
 from mega_rl.parallel.layout import EngineLayout
-from mega_rl.stages.learn.gates import GateFailure
-from mega_rl.stages.weights.delivery import PATIENCE, Delivery
+from mega_rl.rollout.engine_checks import PATIENCE
+from mega_rl.stages.weights.engine_probe import EngineProbe, Rounding, check_plan
 from mega_rl.stages.weights.weight_sync import Pushed
 
 
@@ -30,7 +32,7 @@ class Engines:
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         self.num_asked += 1
-        return [{prompt_ids[0]: value} for value in self.values]
+        return [{prompt_ids[0]: value / temperature, 0: 0.0} for value in self.values]
 
 
 def pushed(version: int, largest_b: float, sigma: float = 0.0, unchanged: float | None = None) -> Pushed:
@@ -40,10 +42,23 @@ def pushed(version: int, largest_b: float, sigma: float = 0.0, unchanged: float 
     return Pushed(version, sigma, metrics)
 
 
-def delivery(dtype: str = "float32") -> tuple[Delivery, Engines, list[str]]:
-    config, engines, said = RunConfig(), Engines(), list[str]()
-    config.model.dtype = dtype  # type: ignore[assignment]
-    return Delivery(engines, EngineLayout(1, 1), 50, config, said.append), engines, said
+class Watch:
+    """What a run does after every push."""
+
+    def __init__(self, dtype: str, engines: Engines, said: list[str]) -> None:
+        config = RunConfig()
+        config.model.dtype = dtype  # type: ignore[assignment]
+        self._probe = EngineProbe(engines, EngineLayout(1, 1), check_plan(config, 50, said.append))
+        self._rounding = Rounding(config, said.append)
+
+    def check(self, pushed: Pushed) -> None:
+        self._rounding.tell(pushed)
+        self._probe.check(pushed)
+
+
+def delivery(dtype: str = "float32") -> tuple[Watch, Engines, list[str]]:
+    engines, said = Engines(), list[str]()
+    return Watch(dtype, engines, said), engines, said
 
 
 def test_an_adapter_that_never_arrives_stops_the_run() -> None:
@@ -71,7 +86,7 @@ def test_noise_says_nothing_of_adapters() -> None:
     watch, engines, _ = delivery()
     watch.check(pushed(0, 0.0, sigma=0.1))
     watch.check(pushed(1, 1e-3, sigma=0.1))
-    assert engines.num_asked == 0
+    assert engines.num_asked == 2, "for their temperature alone, once"
 
 
 def test_bfloat16_may_hide_a_few_updates_and_is_told_of_once() -> None:
@@ -88,4 +103,5 @@ def test_bfloat16_may_hide_a_few_updates_and_is_told_of_once() -> None:
 def test_runs_without_adapters_are_left_alone() -> None:
     watch, engines, _ = delivery()
     watch.check(Pushed(0, 0.0, {}))
-    assert engines.num_asked == 0
+    watch.check(Pushed(1, 0.0, {}))
+    assert engines.num_asked == 2, "for their temperature alone, once"

@@ -1,0 +1,265 @@
+"""What a neighbour's keys mean, written from its own semantics and not by our tables, and what ours mean.
+
+An interpreter takes the keys that a file gives over the defaults of the neighbour's source, and answers as a
+``Meaning``; ``ours`` answers for what became of them here. A test compares the two. ``STEPS`` is the length of the run
+that shares count of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import pytest
+
+from mega_rl.importers.draft.defaults import default_of, read
+
+STEPS = 400  # optimizer steps of the run
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """In units that every trainer has; None where the stage has no such thing."""
+
+    rows: int  # of data for one step: prompts, conversations
+    samples: int  # sequences that one step learns from
+    updates: int  # optimizer steps of one batch
+    length: int | None  # longest sequence
+    rate: tuple[float, float, str]  # largest, last, schedule
+    warm_up: int  # optimizer steps of STEPS
+    adam: tuple[float, float, float]
+    decay: float
+    sizes: tuple[int, ...]  # tensor, pipeline, context, expert
+    kl: tuple[str, float, str] | None  # place, coefficient, estimator whose gradient (loss) or value (reward) counts
+    bounds: tuple[float, float, float | None] | None  # smallest and largest ratio, dual clip
+    reduction: str | None
+    sampling: tuple[int, float] | None  # samples of a prompt, temperature
+    validation: tuple[int, float | None] | None  # samples besides the greedy response, their temperature
+    is_tower_trained: bool
+    saves: int | None  # steps between checkpoints; None: never
+
+
+def differing(found: Meaning, wanted: Meaning) -> dict[str, tuple[Any, Any]]:
+    """What differs: theirs, and what became of it."""
+    pairs = {name: (value, getattr(found, name)) for name, value in vars(wanted).items()}
+    return {name: pair for name, pair in pairs.items() if pair[1] != pytest.approx(pair[0])}
+
+
+class Theirs:
+    """Keys over defaults; a key that is given as null is null."""
+
+    def __init__(self, neighbour: str, program: str, given: Mapping[str, Any]) -> None:
+        self.values = {**read(neighbour)[program], **given}
+
+    def __call__(self, key: str) -> Any:
+        return self.values.get(key)
+
+
+def ours(result: Mapping[str, Any]) -> Meaning:
+    def get(key: str) -> Any:
+        return result.get(key, default_of(key))
+
+    is_rl = get("trainer.stage") == "rl"
+    n, updates = (get("rollout.n"), get("algorithm.minibatches_per_step")) if is_rl else (1, 1)
+    warm = get("optimizer.warmup_steps")
+    coefficient = get("algorithm.kl_coefficient")
+    return Meaning(
+        rows=get("data.train_batch_size"),
+        samples=get("data.train_batch_size") * n,
+        updates=updates,
+        length=get("data.max_prompt_length") + get("data.max_response_length"),
+        rate=(get("optimizer.lr"), get("optimizer.min_lr"), get("optimizer.schedule")),
+        warm_up=ceil(warm * STEPS) if warm < 1 else int(warm),
+        adam=(get("optimizer.beta1"), get("optimizer.beta2"), get("optimizer.eps")),
+        decay=get("optimizer.weight_decay"),
+        sizes=tuple(get(f"parallel.{axis}") for axis in ("tensor", "pipeline", "context", "expert")),
+        kl=(get("algorithm.kl_in"), coefficient, get("algorithm.kl_estimator")) if is_rl and coefficient else None,
+        bounds=(
+            round(1 - get("algorithm.clip_ratio_low"), 9),
+            round(1 + get("algorithm.clip_ratio_high"), 9),
+            get("algorithm.dual_clip"),
+        )
+        if is_rl
+        else None,
+        reduction=get("algorithm.loss_reduction") if is_rl else None,
+        sampling=(n, get("rollout.temperature")) if is_rl else None,
+        validation=(get("validation.n"), get("validation.temperature") if get("validation.n") else None)
+        if is_rl
+        else None,
+        is_tower_trained=not get("model.vision.freeze"),
+        saves=get("checkpoint.save_freq"),
+    )
+
+
+def _sees(given: Mapping[str, Any], path: str, frozen: str) -> bool:
+    """A tower is trained where there is one and nothing freezes it; who names the key has one."""
+    return ("VL" in str(given.get(path)) or frozen in given) and not given.get(frozen)
+
+
+def verl(given: Mapping[str, Any], devices: int) -> Meaning:
+    get = Theirs("verl", "rl", given)
+    actor, rollout, megatron = (
+        "actor_rollout_ref.actor.",
+        "actor_rollout_ref.rollout.",
+        "actor_rollout_ref.actor.megatron.",
+    )
+    batch, mini = get("data.train_batch_size"), get(f"{actor}ppo_mini_batch_size")
+    updates = batch // min(mini, batch)
+    # The scheduler goes on once a batch, so that its steps count batches.
+    steps = get(f"{actor}optim.lr_warmup_steps")
+    warm = steps * updates if steps > 0 else ceil(get(f"{actor}optim.lr_warmup_steps_ratio") * STEPS)
+    kind = get(f"{actor}kl_loss_type")
+    kl = None
+    if get(f"{actor}use_kl_loss"):
+        base = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}[kind.rstrip("+")]
+        # The value of k1 has no gradient in the mean: what is learnt from is k2, as with a plus.
+        kl = ("loss", get(f"{actor}kl_loss_coef"), "k2" if kind.endswith("+") or base == "k1" else base)
+    sides = [get(f"{actor}clip_ratio") if get(key) is None else get(key) for key in
+             (f"{actor}clip_ratio_low", f"{actor}clip_ratio_high")]  # fmt: skip
+    samples = get(f"{rollout}val_kwargs.do_sample") and get(f"{rollout}val_kwargs.temperature") > 0
+    saves = get("trainer.save_freq")
+    return Meaning(
+        rows=batch,
+        samples=batch * get(f"{rollout}n"),
+        updates=updates,
+        length=get("data.max_prompt_length") + get("data.max_response_length"),
+        rate=(get(f"{actor}optim.lr"), get(f"{actor}optim.lr") * get(f"{actor}optim.min_lr_ratio"),
+              get(f"{actor}optim.lr_scheduler_type")),
+        warm_up=warm,
+        adam=(*get(f"{actor}optim.betas"), 1e-8),
+        decay=get(f"{actor}optim.weight_decay"),
+        sizes=(get(f"{megatron}tensor_model_parallel_size"), get(f"{megatron}pipeline_model_parallel_size"),
+               max(get(f"{megatron}context_parallel_size"), get(f"{actor}ulysses_sequence_parallel_size")),
+               get(f"{megatron}expert_model_parallel_size")),
+        kl=kl,
+        bounds=(round(1 - sides[0], 9), round(1 + sides[1], 9), get(f"{actor}clip_ratio_c")),
+        reduction={"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}[get(f"{actor}loss_agg_mode")],
+        sampling=(get(f"{rollout}n"), get(f"{rollout}temperature")),
+        validation=(get(f"{rollout}val_kwargs.n"), get(f"{rollout}val_kwargs.temperature")) if samples else (0, None),
+        is_tower_trained=_sees(given, "actor_rollout_ref.model.path", f"{actor}freeze_vision_tower"),
+        saves=saves if saves > 0 else None,
+    )  # fmt: skip
+
+
+def areal(given: Mapping[str, Any], devices: int) -> Meaning:
+    get = Theirs("areal", "rl", given)
+    batch, n, updates = get("train_dataset.batch_size"), get("gconfig.n_samples"), get("actor.ppo_n_minibatches")
+    steps = get("actor.optimizer.warmup_steps")
+    share = get("actor.optimizer.warmup_steps_proportion")
+    high = get("actor.eps_clip") if get("actor.eps_clip_higher") is None else get("actor.eps_clip_higher")
+    has_reference = any(key.startswith("ref.") for key in given)
+    weight = get("actor.kl_ctl")
+    return Meaning(
+        rows=batch,
+        samples=batch * n,
+        updates=updates,
+        length=get("train_dataset.max_length") + get("gconfig.max_new_tokens"),
+        rate=(get("actor.optimizer.lr"), get("actor.optimizer.lr") * get("actor.optimizer.min_lr_ratio"),
+              get("actor.optimizer.lr_scheduler_type")),
+        warm_up=steps * updates if steps is not None else ceil(share * STEPS),
+        adam=(get("actor.optimizer.beta1"), get("actor.optimizer.beta2"), get("actor.optimizer.eps")),
+        decay=get("actor.optimizer.weight_decay"),
+        sizes=(2, 1, 1, 1) if given["actor.backend"] == "fsdp:d4t2" else (1, 1, 1, 1),
+        kl=("reward", weight, get("actor.kl_estimator")) if has_reference and weight else None,
+        bounds=(round(1 - get("actor.eps_clip"), 9), round(1 + high, 9), get("actor.c_clip")),
+        reduction="token_mean",
+        sampling=(n, get("gconfig.temperature")),
+        validation=(1, 1.0),  # theirs evaluates with a workflow of its own
+        is_tower_trained="VL" in str(given.get("actor.path")),
+        saves=get("saver.freq_steps"),
+    )  # fmt: skip
+
+
+def openrlhf(given: Mapping[str, Any], devices: int) -> Meaning:
+    get = Theirs("openrlhf", "rl", given)
+    prompts, n = get("rollout.batch_size"), get("rollout.n_samples_per_prompt")
+    rate, weight = get("actor.adam.lr"), get("algo.kl.init_coef")
+    bounds = get("actor.eps_clip_low_high") or [get("actor.eps_clip")] * 2
+    estimator = get("algo.kl.estimator")
+    in_loss = get("algo.kl.use_loss")
+    schedule = get("actor.lr_scheduler")
+    saves = get("ckpt.save_steps")
+    return Meaning(
+        rows=prompts,
+        samples=prompts * n,
+        updates=prompts * n // min(get("train.batch_size"), prompts * n),
+        length=get("data.max_len"),
+        rate=(rate, rate * get("actor.min_lr_ratio"), schedule.removesuffix("_with_min_lr")),
+        warm_up=ceil(get("actor.lr_warmup_ratio") * STEPS),
+        adam=(*get("actor.adam.betas"), get("actor.adam.eps")),
+        decay=get("actor.adam.weight_decay"),
+        sizes=(get("ds.tensor_parallel_size"), 1, get("ds.ring_attn_size"), 1),
+        kl=("loss" if in_loss else "reward", weight, "k2" if in_loss and estimator == "k1" else estimator)
+        if weight
+        else None,
+        bounds=(round(1 - bounds[0], 9), round(1 + bounds[1], 9), get("actor.dual_clip")),
+        reduction="token_mean",
+        sampling=(n, get("rollout.temperature")),
+        validation=(get("eval.n_samples_per_prompt"), get("eval.temperature")),
+        is_tower_trained=_sees(given, "actor.model_name_or_path", "actor.freeze_visual_encoder"),
+        saves=saves if saves > 0 else None,
+    )
+
+
+def trl(given: Mapping[str, Any], devices: int) -> Meaning:
+    get = Theirs("trl", "grpo", given)
+    samples = get("per_device_train_batch_size") * get("gradient_accumulation_steps") * devices
+    rounds = get("steps_per_generation") or get("gradient_accumulation_steps")
+    generated = get("generation_batch_size") or get("per_device_train_batch_size") * devices * rounds
+    warm = given.get("warmup_ratio", 0.0) if not get("warmup_steps") else get("warmup_steps")
+    high = get("epsilon") if get("epsilon_high") is None else get("epsilon_high")
+    # CISPO's bound is the largest weight itself, and it has no lower one.
+    bounds = (0.0, high) if get("loss_type") == "cispo" else (1 - get("epsilon"), 1 + high)
+    reductions = {"grpo": "sequence_mean", "dr_grpo": "sequence_mean_token_sum_norm"}
+    strategy = get("save_strategy")
+    return Meaning(
+        rows=generated // get("num_generations"),
+        samples=generated,
+        updates=generated // samples,
+        length=512 + get("max_completion_length"),  # their prompts have no limit
+        rate=(get("learning_rate"), 0.0, get("lr_scheduler_type")),
+        warm_up=ceil(warm * STEPS) if warm < 1 else warm,
+        adam=(get("adam_beta1"), get("adam_beta2"), get("adam_epsilon")),
+        decay=get("weight_decay"),
+        sizes=(1, 1, 1, 1),
+        kl=("loss", get("beta"), "k3") if get("beta") else None,
+        bounds=(round(bounds[0], 9), round(bounds[1], 9), get("delta")),
+        reduction=reductions.get(get("loss_type"), "token_mean"),
+        sampling=(get("num_generations"), get("temperature")),
+        validation=(1, 1.0),  # theirs validates as it trains
+        is_tower_trained=False,
+        saves=max(1, round(get("save_steps") / (generated // samples))) if strategy == "steps" else None,
+    )
+
+
+def llamafactory(given: Mapping[str, Any], devices: int) -> Meaning:
+    get = Theirs("llamafactory", "v0", given)
+    tensor, pipeline = get("tensor_model_parallel_size") or 1, get("pipeline_model_parallel_size") or 1
+    ranks = devices // (tensor * pipeline)
+    batch = get("per_device_train_batch_size") * get("gradient_accumulation_steps") * ranks
+    warm = given.get("warmup_ratio", 0.0) if not get("warmup_steps") else get("warmup_steps")
+    return Meaning(
+        rows=batch,
+        samples=batch,
+        updates=1,
+        length=get("cutoff_len"),
+        rate=(get("learning_rate"), 0.0, get("lr_scheduler_type")),
+        warm_up=ceil(warm * STEPS) if warm < 1 else warm,
+        adam=(get("adam_beta1"), get("adam_beta2"), get("adam_epsilon")),
+        decay=get("weight_decay"),
+        sizes=(tensor, pipeline, 1, get("expert_model_parallel_size") or 1),
+        kl=None,
+        bounds=None,
+        reduction=None,
+        sampling=None,
+        validation=None,
+        is_tower_trained=not get("freeze_vision_tower"),
+        saves=get("save_steps") if get("save_strategy") == "steps" else None,
+    )
+
+
+INTERPRETERS: dict[str, Callable[[Mapping[str, Any], int], Meaning]] = {
+    "verl": verl, "areal": areal, "openrlhf": openrlhf, "trl": trl, "llamafactory": llamafactory,
+}  # fmt: skip

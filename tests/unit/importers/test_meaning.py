@@ -1,0 +1,245 @@
+"""An imported configuration means what the neighbour's means: compared by what is computed, not by names."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.algorithms.kl import KL_ESTIMATORS
+from mega_rl.algorithms.policy_loss import cispo_loss
+from mega_rl.importers.convert import convert
+from mega_rl.importers.draft.draft import Draft
+from mega_rl.importers.draft.reading import Given
+from tests.unit.importers.meaning import INTERPRETERS, differing, ours
+
+DEVICES = 8
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+# Neighbour -> keys that always stand in a file, and values that others are drawn from, with those that are left out.
+FIXED: dict[str, dict[str, Any]] = {
+    "verl": {"algorithm.adv_estimator": "grpo"},
+    "areal": {"actor.backend": "fsdp:d4t2", "train_dataset.max_length": 1024, "actor.kl_estimator": "k1"},
+    "openrlhf": {"algo.advantage.estimator": "group_norm", "rollout.batch_size": 128},
+    "trl": {"num_generations": 8},
+    "llamafactory": {"stage": "sft", "finetuning_type": "full", "model_name_or_path": "m"},
+}
+DRAWN: dict[str, dict[str, list[Any]]] = {
+    "verl": {
+        "actor_rollout_ref.model.path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct"],
+        "data.train_batch_size": [128, 512], f"{ACTOR}ppo_mini_batch_size": [32, 64, 1024],
+        "data.max_prompt_length": [512, 2048], "data.max_response_length": [1024, 8192], f"{ROLLOUT}n": [5, 16],
+        f"{ROLLOUT}temperature": [0.7], f"{ROLLOUT}val_kwargs.do_sample": [True, False],
+        f"{ROLLOUT}val_kwargs.temperature": [0, 0.6, 1.0], f"{ROLLOUT}val_kwargs.n": [1, 8],
+        f"{ACTOR}clip_ratio": [0.1], f"{ACTOR}clip_ratio_low": [None, 0.3], f"{ACTOR}clip_ratio_high": [None, 0.28],
+        f"{ACTOR}clip_ratio_c": [10.0], f"{ACTOR}loss_agg_mode": ["token-mean", "seq-mean-token-mean"],
+        f"{ACTOR}use_kl_loss": [True, False], f"{ACTOR}kl_loss_coef": [0.01],
+        f"{ACTOR}kl_loss_type": ["low_var_kl", "k3+", "low_var_kl+", "k1+", "mse", "kl"],
+        f"{ACTOR}optim.lr": [5e-7], f"{ACTOR}optim.lr_warmup_steps": [-1, 10],
+        f"{ACTOR}optim.lr_warmup_steps_ratio": [0.0, 0.03], f"{ACTOR}optim.lr_scheduler_type": ["constant", "cosine"],
+        f"{ACTOR}optim.min_lr_ratio": [0.1], f"{ACTOR}optim.weight_decay": [0.1],
+        f"{ACTOR}megatron.tensor_model_parallel_size": [4], f"{ACTOR}megatron.expert_model_parallel_size": [8],
+        f"{ACTOR}freeze_vision_tower": [True, False], "trainer.save_freq": [-1, 20],
+    },
+    "areal": {
+        "actor.path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct"], "ref.path": ["m"],
+        "train_dataset.batch_size": [64, 256], "gconfig.n_samples": [4, 16], "gconfig.max_new_tokens": [1024],
+        "gconfig.temperature": [0.9], "actor.ppo_n_minibatches": [1, 2], "actor.eps_clip": [0.4],
+        "actor.eps_clip_higher": [0.28, None], "actor.c_clip": [3.0], "actor.kl_ctl": [0.0, 0.01],
+        "actor.kl_estimator": ["k2", "k3"], "actor.optimizer.lr": [1e-6], "actor.optimizer.min_lr_ratio": [0.1],
+        "actor.optimizer.beta2": [0.95], "actor.optimizer.weight_decay": [0.1], "saver.freq_steps": [20],
+        "actor.optimizer.warmup_steps_proportion": [0.1, 0.0], "actor.optimizer.warmup_steps": [10],
+        "actor.optimizer.lr_scheduler_type": ["cosine", "linear"],
+    },
+    "openrlhf": {
+        "actor.model_name_or_path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct"],
+        "train.batch_size": [64, 2048], "rollout.n_samples_per_prompt": [8, 16], "data.max_len": [4096],
+        "rollout.temperature": [0.8], "eval.temperature": [0.2], "eval.n_samples_per_prompt": [8],
+        "actor.eps_clip": [0.1], "actor.eps_clip_low_high": [[0.2, 0.27]], "actor.dual_clip": [10.0],
+        "algo.kl.init_coef": [0, 1e-3], "algo.kl.use_loss": [True], "algo.kl.estimator": ["k2", "k3"],
+        "actor.adam.lr": [5e-7], "actor.min_lr_ratio": [0.2], "actor.lr_warmup_ratio": [0.1],
+        "actor.lr_scheduler": ["constant", "linear"], "actor.adam.weight_decay": [0.1], "ds.ring_attn_size": [2],
+        "ds.tensor_parallel_size": [2], "ckpt.save_steps": [-1, 20], "actor.freeze_visual_encoder": [True],
+    },
+    "trl": {
+        "per_device_train_batch_size": [4, 16], "gradient_accumulation_steps": [2, 4], "steps_per_generation": [4, 8],
+        "num_generations": [4, 16], "max_completion_length": [2048], "temperature": [0.7], "beta": [0.04],
+        "loss_type": ["grpo", "dr_grpo", "dapo", "cispo"], "epsilon": [0.3], "epsilon_high": [5.0], "delta": [4.0],
+        "learning_rate": [2e-6], "warmup_ratio": [0.1], "warmup_steps": [10], "adam_beta2": [0.95],
+        "lr_scheduler_type": ["constant", "cosine"], "weight_decay": [0.1], "save_strategy": ["no"], "save_steps": [64],
+    },
+    "llamafactory": {
+        "per_device_train_batch_size": [1, 4], "gradient_accumulation_steps": [8], "cutoff_len": [4096],
+        "learning_rate": [1e-5], "warmup_ratio": [0.1], "warmup_steps": [20], "adam_beta2": [0.95],
+        "lr_scheduler_type": ["cosine", "constant"], "tensor_model_parallel_size": [2], "save_strategy": ["no"],
+        "pipeline_model_parallel_size": [4], "expert_model_parallel_size": [2], "save_steps": [64],
+        "freeze_vision_tower": [True, False],
+    },
+}  # fmt: skip
+
+
+def imported(neighbour: str, given: dict[str, Any]) -> Draft:
+    return convert(neighbour, Given(dict(given)), DEVICES)
+
+
+@pytest.mark.parametrize("neighbour", INTERPRETERS)
+def test_files_mean_the_same(neighbour: str) -> None:
+    draw = random.Random(neighbour)
+    for _ in range(200):
+        chosen = draw.sample(list(DRAWN[neighbour]), draw.randint(0, len(DRAWN[neighbour])))
+        given = FIXED[neighbour] | {key: draw.choice(DRAWN[neighbour][key]) for key in chosen}
+        if neighbour == "trl" and given.get("loss_type") == "cispo":
+            given["epsilon_high"] = 5.0
+        wanted = INTERPRETERS[neighbour](given, DEVICES)
+        assert differing(ours(imported(neighbour, given).result), wanted) == {}, given
+
+
+@pytest.mark.parametrize("kind", ["low_var_kl", "low_var_kl+", "k3", "k3+", "k1+", "kl+", "mse", "mse+", "k2"])
+def test_gradient_of_the_kl_in_the_loss_is_that_of_verl(kind: str) -> None:
+    """With a plus theirs takes the gradient of k2, whatever the value."""
+    draft = imported(
+        "verl",
+        {
+            "algorithm.adv_estimator": "grpo",
+            f"{ACTOR}use_kl_loss": True,
+            f"{ACTOR}kl_loss_type": kind,
+            f"{ACTOR}kl_loss_coef": 1,
+        },
+    )
+    log_ratios = torch.tensor([-1.0, 0.25, 1.0, 3.0], dtype=torch.float64)
+    ours_T, theirs_T = (log_ratios.clone().requires_grad_() for _ in range(2))
+    KL_ESTIMATORS[draft.result["algorithm.kl_estimator"]](ours_T, torch.zeros_like(ours_T)).sum().backward()
+    base = kind.rstrip("+")
+    square = 0.5 * theirs_T.square()
+    value = square if base in ("mse", "k2") else torch.exp(-theirs_T) + theirs_T - 1
+    (square if kind.endswith("+") else value).sum().backward()
+    torch.testing.assert_close(ours_T.grad, theirs_T.grad)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 4.9, 5.5, 8.0])
+def test_gradient_of_cispo_is_that_of_trl(ratio: float) -> None:
+    """Theirs bounds the weight itself, at 5 here."""
+    result = imported("trl", {"num_generations": 8, "loss_type": "cispo", "epsilon_high": 5.0}).result
+    logprob, old, advantage = torch.tensor([0.0], requires_grad=True), -torch.log(torch.tensor([ratio])), torch.ones(1)
+    low, high = result["algorithm.clip_ratio_low"], result["algorithm.clip_ratio_high"]
+    cispo_loss(logprob, old, advantage, low, high)[0].sum().backward()
+    assert logprob.grad is not None and logprob.grad.item() == pytest.approx(-min(ratio, 5.0), rel=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "gae"])
+def test_kl_before_the_baseline_is_refused(estimator: str) -> None:
+    """theirs: A = (r - beta KL - mean) / std, ours: (r - mean) / std - beta KL to go; one number without a baseline."""
+    key = "algorithm.use_kl_in_reward"
+    outcome = imported("verl", {"algorithm.adv_estimator": estimator, key: True}).outcomes[key]
+    assert outcome.became == ("mapped" if estimator == "gae" else "none")
+    assert "before" in outcome.text or estimator == "gae"
+
+
+def test_two_places_of_the_kl_are_two_advantages() -> None:
+    """The refusal above has a reason: the sums over a group differ, by the formulas of both."""
+    scores, kl = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0.061, 0.128, 0.202, 0.006])
+    theirs = (scores - kl - (scores - kl).mean()) / (scores - kl).std()
+    mine = (scores - scores.mean()) / scores.std() - kl
+    assert abs(theirs.sum().item()) < 1e-6 and mine.sum().item() == pytest.approx(-kl.sum().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "key", "value"),
+    [
+        ("llamafactory", "max_samples", 1000),
+        ("openrlhf", "data.max_samples", 1000),
+        ("verl", "data.train_max_samples", 64),
+    ],
+)
+def test_a_limit_on_training_rows_is_refused_and_leaves_validation_alone(neighbour: str, key: str, value: int) -> None:
+    draft = imported(neighbour, FIXED[neighbour] | {key: value})
+    assert draft.outcomes[key].became == "none" and "cut the files" in draft.outcomes[key].text
+    assert "data.max_val_samples" not in draft.result
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "key"),
+    [("llamafactory", "ddp_timeout"), ("trl", "ddp_timeout"), ("verl", "actor_rollout_ref.nccl_timeout")],
+)
+def test_years_are_no_timeout(neighbour: str, key: str) -> None:
+    draft = imported(neighbour, FIXED[neighbour] | {key: 180_000_000})
+    assert draft.result.get("trainer.collective_timeout_s", 1800.0) <= 7200 and draft.outcomes[key].became == "same"
+    assert imported(neighbour, FIXED[neighbour] | {key: 3600}).result["trainer.collective_timeout_s"] == 3600.0
+
+
+def test_batches_of_megatron_and_of_version_1_count_data_parallel_ranks() -> None:
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 2}
+    batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    assert imported("llamafactory", {"stage": "sft"} | sizes | batch).result["data.train_batch_size"] == 16
+    assert imported("llamafactory", {"model": "m", "micro_batch_size": 1, "cp_size": 2}).result[
+        "data.train_batch_size"
+    ] == 4  # fmt: skip
+
+
+def test_verl_supervised_has_its_own_defaults_and_megatron_sizes() -> None:
+    sft = {"model.path": "m", "engine.expert_model_parallel_size": 8, "engine.expert_tensor_parallel_size": 1}
+    sft |= {"engine.override_transformer_config.recompute_granularity": "full"}
+    result = imported("verl", sft).result
+    assert not [key for key in result if key.startswith(("algorithm.", "rollout."))]
+    assert (result["data.train_batch_size"], result["trainer.total_epochs"]) == (256, 4)
+    assert (result["optimizer.lr"], result["trainer.max_tokens_per_microbatch"]) == (1e-3, 8192)
+    assert (result["parallel.expert"], result["parallel.expert_tensor"]) == (8, 1)
+    assert result["memory.recompute"] == "full" and result.get("checkpoint.save_freq", -1) == -1
+
+
+def test_experts_of_areal_have_their_own_tensor_ranks() -> None:
+    given = {"actor.backend": "megatron:(attn:d4p4t2|ffn:d2p4e4)", "gconfig.n_samples": 8}
+    result = imported("areal", given).result
+    assert (result["parallel.tensor"], result["parallel.pipeline"], result["parallel.expert"]) == (2, 4, 4)
+    assert result["parallel.expert_tensor"] == 1
+
+
+@pytest.mark.parametrize(("decoupled", "cap"), [(True, 5.0), (False, None)])
+def test_importance_weights_of_areal_need_the_decoupled_loss(decoupled: bool, cap: float | None) -> None:
+    given = {"gconfig.n_samples": 8, "actor.rejection_sampling.metric": "ratio", "actor.use_decoupled_loss": decoupled}
+    assert imported("areal", given).result["algorithm.importance_cap"] == cap
+    del given["actor.use_decoupled_loss"], given["actor.rejection_sampling.metric"]
+    assert imported("areal", given).result["algorithm.importance_cap"] is None
+
+
+@pytest.mark.parametrize("given", [{}, {"rollout.max_head_offpolicyness": 0}, {"rollout.max_head_offpolicyness": 4}])
+def test_staleness_of_areal(given: dict[str, int]) -> None:
+    result, versions = imported("areal", given).result, given.get("rollout.max_head_offpolicyness", 0)
+    assert result.get("rollout.max_staleness", 0) == versions
+    assert result.get("rollout.mode", "synchronous") == ("in_flight" if versions else "synchronous")
+
+
+def test_data_sets_that_need_different_rewards_get_none() -> None:
+    files = ["data/gsm8k/train.parquet", "data/math/train.parquet"]
+    both = imported("verl", {"algorithm.adv_estimator": "grpo", "data.train_files": files})
+    assert both.rewards == [] and any("gsm8k and math_verify" in note for note in both.notes)
+    one = imported("verl", {"algorithm.adv_estimator": "grpo", "data.train_files": files[:1]})
+    assert [reward["name"] for reward in one.rewards] == ["gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "given", "dtype"),
+    [
+        ("trl", {"dtype": "float32"}, "bfloat16"),
+        ("trl", {"bf16": False}, "float32"),
+        ("llamafactory", {}, "float32"),
+        ("llamafactory", {"bf16": True}, "bfloat16"),
+        ("llamafactory", {"pure_bf16": True}, "bfloat16"),
+    ],
+)
+def test_what_is_computed_in(neighbour: str, given: dict[str, Any], dtype: str) -> None:
+    assert imported(neighbour, FIXED[neighbour] | given).result["model.dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "given"),
+    [
+        ("llamafactory", {"deepspeed": "examples/deepspeed/ds_z3_config.json"}),
+        ("trl", {"accelerate_config": "examples/accelerate_configs/fsdp2.yaml"}),
+        ("openrlhf", {"ds.zero_stage": 3}),
+    ],
+)
+def test_divided_weights_ask_for_a_layout(neighbour: str, given: dict[str, Any]) -> None:
+    notes = imported(neighbour, FIXED[neighbour] | given).notes
+    assert any("tools/plan.py" in note and next(iter(given)) in note for note in notes)
