@@ -19,6 +19,7 @@ from mega_rl.importers.draft.units import (
 from mega_rl.importers.rules.hf_learned import (
     begin_ppo,
     llamafactory_preferences,
+    llamafactory_program,
     llamafactory_stage,
     swanlab,
     trl_ppo,
@@ -269,6 +270,8 @@ def rest(draft: Draft) -> None:
     if isinstance(betas, list) and len(betas) == 2:
         draft.set("optimizer.beta1", betas[0], ["optim_config.adamw_betas"])
         draft.set("optimizer.beta2", betas[1], ["optim_config.adamw_betas"])
+    elif draft.table.name == "llamafactory" and llamafactory_program(draft) == "v1":
+        draft.set("optimizer.beta2", 0.999)  # that of torch, as version 1 names none
 
 
 def precision(draft: Draft) -> None:

@@ -177,6 +177,12 @@ def test_batches_of_megatron_and_of_version_1_count_data_parallel_ranks() -> Non
     ] == 4  # fmt: skip
 
 
+@pytest.mark.parametrize(("betas", "beta2"), [(None, 0.999), ([0.9, 0.95], 0.95)])
+def test_version_1_without_an_optimizer_has_that_of_torch(betas: list[float] | None, beta2: float) -> None:
+    given = {"model": "m"} | ({"optim_config.adamw_betas": betas} if betas else {})
+    assert imported("llamafactory", given).result["optimizer.beta2"] == beta2
+
+
 def test_verl_supervised_has_its_own_defaults_and_megatron_sizes() -> None:
     sft = {"model.path": "m", "engine.expert_model_parallel_size": 8, "engine.expert_tensor_parallel_size": 1}
     sft |= {"engine.override_transformer_config.recompute_granularity": "full"}
