@@ -3,9 +3,8 @@
     python -m benchmarks.asynchronous.first_rank_bytes [--prompt P] [--response R] [--responses N] [--json F]
 
 Every response comes to rank 0 from its engine, whole; in mode in_flight its pieces come before it. Rank 0 hands
-what its rewards need to a node, and its tokens to one data-parallel rank. The mixture has 48 layers of
-experts, of which
-8 are chosen, and its routing is replayed. Nothing is sent: what would be is counted.
+what its rewards need to a node, and its tokens to one data-parallel rank. The mixture has 48 layers of experts, of
+which 8 are chosen, and its routing is replayed. Nothing is sent: what would be is counted.
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ def _said(lives: Iterable[Life], answers: Iterable[Pulse | None]) -> list[Event]
     for life in lives:
         before, life.pulses = life.pulses, [next(rest) for _ in life.pulses_at]
         found = [pulse for pulse in life.pulses if pulse is not None]
-        is_alive = len(found) == len(before) and all(new != old for new, old in zip(life.pulses, before, strict=True))
+        is_alive = len(found) == len(before) == len(life.pulses) and all(
+            new != old for new, old in zip(life.pulses, before, strict=True)
+        )
         if is_alive:
             said.append(Pulsed(life.engine, life.number, min(pulse.steps for pulse in found)))
     return said

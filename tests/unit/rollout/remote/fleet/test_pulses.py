@@ -121,3 +121,9 @@ def moved(place: tuple[int, int], since: Pulse, wait_s: float = WAIT_S) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def test_an_engine_that_dies_before_its_first_pulse_is_heard_of_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    asking = Asking(monkeypatch, [life(0, "here", 7)])
+    asking.after()
+    assert asking.after([None]) == [] and asking.after([None]) == []
