@@ -31,6 +31,7 @@ from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks
 from mega_rl.rollout.remote.engine_process import LoadResult
+from mega_rl.rollout.remote.sink import remote_sink
 from mega_rl.rollout.remote.weight_store import StoredVersion, WantedVersion
 from mega_rl.rollout.scheduling.fleet_state import decoded, encoded
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
@@ -40,18 +41,24 @@ from mega_rl.stages.weights.weight_sync import Pushed
 from mega_rl.types import Prompt, Sample, Score, Span, Trajectory
 from tests.pretended.remote.fake_ray import PROOFS, FakeRay, Worker, executor_on
 from tests.pretended.tokens import first_logprobs
+from tests.unit.rollout.test_sinks import SHAPE, Worker as LoadedWorker, elsewhere, load_proof, swapped_halves, weights
 
 Mode = Literal["synchronous", "pinned", "in_flight"]
 MODES: tuple[Mode, ...] = ("synchronous", "pinned", "in_flight")
 STARTS = ("fresh", "resumed")
 RAW = r"rollout engine 1 returns log-probabilities of another distribution than it samples from .* they show 1\)"
 FAR = r"engine: mean \|trainer - engine\| of the \d+ tokens of rollout engine 1 is \S+, and \S+ is allowed"
+SWAPPED = (
+    r"cannot write \S+\.gate_proj\.weight, of which (the engine on rank|engine) 1 holds other values than model\.path"
+)
 # What is wrong with engine 1 -> how a run with it ends, and in how many steps wrong tokens may have been learnt.
 FAULTS: dict[str, tuple[type[Exception] | None, str, int]] = {
     "nothing": (None, "", 0),
+    "swaps gate and up": (InputError, SWAPPED, 0),
     "raw log-probabilities": (InputError, RAW, 0),
     "old adapters": (GateFailure, "rollout engine 1 answers with weight version .* bit for bit as with version", 0),
     "shifts by 0.3 nats": (GateFailure, FAR, 2),
+    "late and swaps": (InputError, SWAPPED, 0),
     "late and raw": (InputError, RAW, 0),
     "late and shifted": (GateFailure, FAR, 0),
 }
@@ -79,6 +86,10 @@ class Faults:
         """Whether what begins in the middle of a run has begun."""
         return self.step >= max(3, self.first)
 
+    def swaps(self, engine: int, is_late: bool) -> bool:
+        """Whether its kernel has the halves of a weight the other way round, once the weight is loaded."""
+        return engine == 1 and (self.fault == "swaps gate and up" or (self.fault == "late and swaps" and is_late))
+
     def answers(self, engine: int, is_late: bool, version: int, question: tuple[Any, float]) -> dict[int, float]:
         """As of ``first_logprobs``."""
         prompt_ids, temperature = question
@@ -97,7 +108,8 @@ class Faults:
             return (WRONG, logprob(version) + 0.5) if is_late else (RIGHT, logprob(version))
         if self.fault == "old adapters":
             return (RIGHT if version == self.first else WRONG), logprob(version)
-        return WRONG if self.fault == "raw log-probabilities" or is_late else RIGHT, logprob(version)
+        is_wrong = is_late or self.fault in ("raw log-probabilities", "swaps gate and up")
+        return WRONG if is_wrong else RIGHT, logprob(version)
 
 
 def trajectory_of(request: Request, tokens: Sequence[tuple[int, float, int]]) -> Trajectory:
@@ -118,6 +130,8 @@ class FaultyWorker(Worker):
         super().__init__(process, rank)
         self.tokens: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
         self.engine, self.is_late = min(process, 1), process > 1
+        if self.faults.swaps(self.engine, self.is_late):
+            self.card, self.rearrange = "another card", swapped_halves
 
     def do_load(self, location: Any, wanted: WantedVersion) -> LoadResult:
         self.version = wanted.version
@@ -220,6 +234,11 @@ def synchronous(run: Run, steps: range) -> None:
         def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
             return [faults.answers(e, True, held[0], (prompt_ids, temperature)) for e in range(2)]
 
+    workers = [LoadedWorker(SHAPE), LoadedWorker(SHAPE)]
+    for engine, worker in enumerate(workers):
+        if faults.swaps(engine, True):
+            swapped_halves(worker.live)
+    remote_sink(elsewhere(workers), weights(), load_proof(num_loading=2), "auto")
     probe = EngineProbe(Engines(), EngineLayout(1, 1), run.plan)
     for step in steps:
         faults.step = held[0] = step
@@ -243,7 +262,7 @@ def fleet(patch: pytest.MonkeyPatch, run: Run, steps: range) -> None:
     probe.check(run.pushed(steps.start))
     worker = type("Made", (FaultyWorker,), {"faults": faults})
     rollout = RolloutConfig(mode=run.mode, placement="separate", num_engines=2)
-    executor = executor_on(patch, FakeRay(worker), rollout, requests, stored, checks=checks)
+    executor = executor_on(patch, FakeRay(worker, SHAPE), rollout, requests, stored, checks=checks)
     state, scores = decoded(json.loads(run.state)) if run.state else (None, {})
     limits = EngineLimits(slots=4, restarts=2)
     scheduler = FleetScheduler(rules, limits, range(2), state)
@@ -303,10 +322,13 @@ def test_a_wrong_engine_is_named_before_it_teaches(
         return
     with pytest.raises(error, match=words):
         go(monkeypatch, run, steps)
+    if fault == "old adapters" and start == "resumed" and mode != "synchronous":
+        # The first weights of its life may be those of changed adapters already, which the next ones are compared with.
+        most = 1
     assert run.num_wrong() <= most, f"{run.num_wrong()} steps learnt of wrong tokens"
 
 
 def test_no_cell_is_left_out() -> None:
     assert len(set(CELLS)) == len(FAULTS) * 3 * 2 and {mode for _, mode, _ in CELLS} == set(MODES)
     checked: Callable[[str], bool] = lambda fault: FAULTS[fault][0] is not None  # noqa: E731
-    assert sum(checked(fault) for fault, _, _ in CELLS) == 30
+    assert sum(checked(fault) for fault, _, _ in CELLS) == 42
