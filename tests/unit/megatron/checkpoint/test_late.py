@@ -24,7 +24,7 @@ class Part:
 def test_a_late_part_is_waited_for_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     meetings: list[bool] = []
     monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(saving, "broadcast_object", lambda value: meetings.append(value) or value)
+    monkeypatch.setattr(saving, "is_any", lambda flag: meetings.append(flag) or flag)
     writer, part, published = CheckpointWriter.__new__(CheckpointWriter), Part(3), list[Mapping[str, Any]]()
     writer._calls, writer._open = None, saving._Open(part, published.append)
     writer.poll()
