@@ -129,10 +129,8 @@ class Gates:
     def expect(self, microbatches: Sequence[Microbatch], samples: Sequence[Sample]) -> None:
         """A later minibatch of the step, which has pi_old already: its engines are checked before the first update."""
         aqn = self.config.aqn
-        if not aqn.enabled or aqn.old_logprobs not in (
-            "rollout",
-            "recompute_noisy",
-        ):  # else pi_old is not the trainer's
+        is_of_engine = aqn.enabled and aqn.old_logprobs in ("rollout", "recompute_noisy")
+        if not is_of_engine:
             self.later.append((microbatches, samples))
 
     def _compare(self, samples: Sequence[Sample]) -> dict[Group, Distance]:

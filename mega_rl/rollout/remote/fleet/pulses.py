@@ -31,9 +31,8 @@ class Pulses:
         said: list[Event] = []
         for node in [node for node, (_, answer) in self._asked.items() if answer.done()]:
             asked, answer = self._asked.pop(node)
-            if (
-                answer.exception() is None
-            ):  # else the node's agent is gone: Ray starts it again, or tells of the engines
+            # A node's agent that is gone is started again by Ray, or Ray tells of the engines.
+            if answer.exception() is None:
                 said += _said(asked, answer.result())
         busy: defaultdict[str, list[Life]] = defaultdict(list)
         for life in lives:
