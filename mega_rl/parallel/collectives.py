@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Reduction = Callable[[list[list[float]]], Sequence[float]]
 
+MAX_FILES = 1 << 16  # that a process has open at a time, far more than there are ranks
 
 _ON_USE = "TORCH_GLOO_LAZY_INIT"
 
@@ -43,9 +45,21 @@ def connects_on_use() -> bool:
     return os.environ.get(_ON_USE) == "1"
 
 
+def allow_files() -> None:
+    """Let this process open as many files as its host allows: rank 0 has a connection from every rank.
+
+    The limit that a process begins with is 1,024 on many hosts.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
 def join_world(backend: str, timeout_s: float) -> None:
     """The default group, of all processes that the launcher's variables tell of; a single process needs no launcher."""
     connect_on_use()
+    allow_files()
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
