@@ -67,12 +67,14 @@ def watch(log: Path) -> None:
 
 
 def _caller() -> str:
-    frame = inspect.currentframe()
-    while frame is not None and any(part in frame.f_code.co_filename for part in TRANSPORT):
+    """The innermost function that is no transport; of what is done seldom the outermost that says so."""
+    found, frame = list[str](), inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if not any(part in code.co_filename for part in TRANSPORT):
+            found.append(f"{Path(code.co_filename).stem}.{code.co_name}")
         frame = frame.f_back
-    assert frame is not None
-    path = Path(frame.f_code.co_filename)
-    return f"{path.stem}.{frame.f_code.co_name}"
+    return next((name for name in reversed(found) if name.startswith(SELDOM)), found[0])
 
 
 def read(log: Path) -> dict[int, dict[str, Asked]]:
