@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,8 +28,7 @@ from mega_rl.bridge.reshard.proof import (
 from mega_rl.bridge.series import from_slice, slices_of
 from mega_rl.bridge.slices import Box, Slice, indices, take_columns, whole
 from mega_rl.models.mixture import Mixture
-from mega_rl.models.shape import ModelShape
-from tests.distributed.bridge.test_bridge_execute import local_parameters
+from tests.distributed.bridge.test_bridge_execute import SHAPE as DENSE, local_parameters
 from tests.pretended.trainer.ranks import PretendedRanks
 
 SALT = 7
@@ -212,22 +212,12 @@ def test_copies_whose_differences_cancel_out_are_found(monkeypatch: pytest.Monke
         verdict(monkeypatch, trainer, models())
 
 
-SHAPE = ModelShape(
+SHAPE = replace(
+    DENSE,
     family="qwen3_moe",
     num_layers=2,
-    hidden_size=16,
-    ffn_size=24,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=4,
-    vocab_size=77,
-    tied=True,
     qkv_bias=False,
     qk_norm=True,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position_embeddings=64,
     mixture=Mixture(frozenset(range(2)), 4, 2, 8, True),
 )
 STAGES, TENSOR, ENGINE_SIZE = 2, 2, 4
