@@ -107,5 +107,5 @@ def sampling(
         return BatchBuilder(job, prompts, sampler, scorer, asked), sync, probe
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(job, actor, noise)
-    share_nodes(scorer)
+    share_nodes(scorer, job.trajectory_store)
     return FleetBatches(job, prompts, fleet, scorer, total_steps, asked), sync, fleet.probe
