@@ -17,7 +17,7 @@ from mega_rl.rewards.functions.registry import BUILT_IN, part_name
 from mega_rl.rewards.pool.dispatch import PoolError
 from mega_rl.rewards.pool.pool import Answers, Pool, WorkerPool, pack
 from mega_rl.rewards.pool.worker import MAX_VALUE, SCORE, Answer, Sample, WorkerSetup
-from mega_rl.types import Outcome, Score, TokenSource, Trajectory, TrajectorySummary, UnknownReward
+from mega_rl.types import Outcome, Response, Score, TokenSource, Trajectory, TrajectorySummary, UnknownReward
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Scorer:
                 self._lent.give_back(self._seen(trajectory))
         return [self._score([of_reward[i] for of_reward in answers]) for i in range(len(trajectories))]
 
-    def start(self, trajectory: Trajectory) -> Future[Score]:
+    def start(self, trajectory: Response) -> Future[Score]:
         """Start to score a trajectory; it waits for no other one that was started, but for a free worker.
 
         The future raises what `score` does.
@@ -114,7 +114,7 @@ class Scorer:
         pool.submit([pack(self._sample(trajectory))]).add_done_callback(finish)
         return result
 
-    def _sample(self, trajectory: Trajectory) -> Sample:
+    def _sample(self, trajectory: Response) -> Sample:
         prompt, episode = trajectory.prompt, trajectory.episode
         of_episode = {} if episode is None else {"episode": {"stop": episode.stop, **episode.metrics}}
         sample = (
@@ -127,7 +127,7 @@ class Scorer:
         seen = self._seen(trajectory)
         return (*sample, self._lent.take(seen)) if seen else sample
 
-    def _seen(self, trajectory: Trajectory) -> list[Encoded]:
+    def _seen(self, trajectory: Response) -> list[Encoded]:
         """The pictures that are sent with it."""
         return [self._pictures[image.key] for image in trajectory.prompt.images] if self._pictures else []
 

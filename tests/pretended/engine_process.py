@@ -16,6 +16,7 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice, whole_box
 from mega_rl.parallel.joint_group import MeetingPoint
+from mega_rl.rollout.collect.handed_trajectories import OwnerAddress
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
@@ -128,8 +129,8 @@ class PretendedProcess(EngineProcess):
         model = {piece.hf_name: reader.read(piece.hf_name, whole_box(reader.shape(piece.hf_name))) for piece in slices}
         return local_parameters(slices, {name: tensor.to(dtype) for name, tensor in model.items()}, dtype)
 
-    def attach(self, form: StoreForm) -> None:
-        super().attach(form)
+    def attach(self, form: StoreForm, owners: Sequence[OwnerAddress] = ()) -> None:
+        super().attach(form, owners)
         if not self.engine.live:  # type: ignore[attr-defined]
             places = form.plan(0).fixed.places | form.plan(0).slot.places
             live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in places.items()}

@@ -140,8 +140,10 @@ class FaultyWorker(Worker):
     def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         return [self.faults.answers(self.engine, self.is_late, self.version, (prompt_ids, temperature))]
 
-    def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
-        super().do_issue(attempt, samples, requests, *pictures)
+    def do_issue(
+        self, step: int, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any
+    ) -> None:
+        super().do_issue(step, attempt, samples, requests, *pictures)
         for sample, request in zip(samples, requests, strict=True):
             assert request.tail is None
             self.todo[attempt, sample] = request, LENGTH
