@@ -103,8 +103,10 @@ class PretendedEngine:
         write(self.live)
         self._version, self._digest = version, digest(self.live)
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return [first_logprobs(self._digest, prompt_ids, temperature)]
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        return [first_logprobs(self._digest if with_adapter else None, prompt_ids, temperature)]
 
     def abandon(self) -> None:
         self._under_way.clear()
