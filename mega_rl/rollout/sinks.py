@@ -163,7 +163,7 @@ class InPlaceSink:
     def weight_version(self) -> int:
         return self._engine.weight_version
 
-    def inspect(self, function: Callable[..., Answer], arguments: Sequence[tuple[Any, ...]]) -> list[Answer]:
+    def inspect(self, function: Callable[..., Answer], arguments: Sequence[tuple[Any, ...]]) -> dict[int, Answer]:
         return colocated(self._engine.parameters(), dist.get_rank())(function, arguments)
 
     def layout(self) -> list[list[Series]]:

@@ -16,6 +16,7 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice, whole_box
 from mega_rl.parallel.joint_group import MeetingPoint
+from mega_rl.rollout.collect.handed_trajectories import OwnerAddress
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
@@ -102,8 +103,10 @@ class PretendedEngine:
         write(self.live)
         self._version, self._digest = version, digest(self.live)
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return [first_logprobs(self._digest, prompt_ids, temperature)]
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        return [first_logprobs(self._digest if with_adapter else None, prompt_ids, temperature)]
 
     def abandon(self) -> None:
         self._under_way.clear()
@@ -136,8 +139,8 @@ class PretendedProcess(EngineProcess):
         model = {piece.hf_name: reader.read(piece.hf_name, whole_box(reader.shape(piece.hf_name))) for piece in slices}
         return local_parameters(slices, {name: tensor.to(dtype) for name, tensor in model.items()}, dtype)
 
-    def attach(self, form: StoreForm) -> None:
-        super().attach(form)
+    def attach(self, form: StoreForm, owners: Sequence[OwnerAddress] = ()) -> None:
+        super().attach(form, owners)
         if not self.engine.live:  # type: ignore[attr-defined]
             self.engine.live = empty_parameters(form)  # type: ignore[attr-defined]
 

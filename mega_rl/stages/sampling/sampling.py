@@ -63,10 +63,12 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
     loads = LoadChecks(spec, outgoing.load_proof(job, actor, weights, wanted), job.say)
     checks = FleetChecks(check_plan(job.config, job.shape.vocab_size, job.say))
 
+    job.trajectory_store.open_owners()
+
     def opened(requests: Requests) -> RayExecutor:
         assert sink.store is not None, "rank 0 has the store"
         kept_by = keeping(job.output_dir, config.engine_lease_s)
-        work = Work(requests, checks, job.picture_set)
+        work = Work(requests, checks, job.picture_set, job.trajectory_store.owners)
         executor = RayExecutor(loads, config.num_engines, work, sink.store, sink.stored, kept_by)
         if executor.num_survivors:
             job.say(f"attached to {executor.num_survivors} rollout engines that the trainer before left running")
@@ -111,5 +113,5 @@ def sampling(
         return BatchBuilder(job, prompts, sampler, scorer, asked), sync, probe
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(job, actor, noise)
-    share_nodes(scorer)
+    share_nodes(scorer, job.trajectory_store)
     return FleetBatches(job, prompts, fleet, scorer, total_steps, asked), sync, fleet.probe
