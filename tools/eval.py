@@ -22,6 +22,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.start.seeing import Sight
 from mega_rl.stages.run.episodes import plan_of, with_episodes
-from mega_rl.stages.score.scoring import rows_need_truth, scorer_of_node
+from mega_rl.stages.score.scoring import check_sources, scorer_of_node, truth_is_needed
 from mega_rl.types import Prompt
 
 EXPORT = "model"  # under the output directory: the weights of a checkpoint, until the answers are there
@@ -206,10 +207,11 @@ def answer_all(
         DataFiles.validation(config.data, DATA),
         tokenizer,
         config.data,
-        needs_truth=rows_need_truth(config),
+        needs_truth=partial(truth_is_needed, config),
         tools=() if plan is None else plan.tools,
         picture_set=picture_set,
     )
+    check_sources(config, prompts.prompts, DATA)
     if prompts.num_dropped:
         say(f"{prompts.num_dropped} prompts longer than {config.data.max_prompt_length} tokens left out")
     done: set[int] = broadcast_object(directory.done() if directory is not None else set())
@@ -413,7 +415,7 @@ def print_comparison(options: argparse.Namespace) -> None:
     data = [sorted(file["sha256"] for file in of_one["data"]) for of_one in settings]
     if data[0] != data[1]:
         raise InputError(f"{first} and {second} are of different data: compare evaluations of the same files")
-    rewards = [RewardConfig(r["name"], r["weight"], r["options"]) for r in settings[0]["rewards"]]
+    rewards = [RewardConfig(r["name"], r["weight"], r["options"], r.get("only", [])) for r in settings[0]["rewards"]]
     grading = Grading.of(rewards, options.right_by, options.right_at, "environment" in settings[0])
     found = [outcomes(read_results(directory), grading) for directory in (first, second)]
     result = compare(found[0], found[1], Bootstrap(options.seed or 0, options.resamples))

@@ -14,6 +14,7 @@ from mega_rl.config.checks.rules import rules
 from mega_rl.config.schema.limits import Rule, any_number, text
 from mega_rl.config.schema.megatron_fields import field_problems
 from mega_rl.config.schema.sections import RunConfig
+from mega_rl.config.schema.sources import repeated
 from mega_rl.config.schema.stage import MODEL_REWARD, REFERENCE_FREE, STAGES, has_critic, reward_model, samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
@@ -301,7 +302,6 @@ def _placement(found: _Problems) -> None:
 def _rewards(found: _Problems) -> None:
     rewards = found.config.rewards
     found.lines += environment_problems(found.config)
-    names: set[str] = set()
     for index, reward in enumerate(rewards):
         field = f"rewards[{index}]"
         if not any_number().holds(reward.weight):
@@ -310,11 +310,19 @@ def _rewards(found: _Problems) -> None:
             found.add(f"{field}.name is {shown(reward.name)}: set it to a reward's name or to package.module:function")
             continue
         name = f"{field}.name is {shown(reward.name)}"
-        if reward.name in names:
-            found.add(f"{name}, which stands twice, and metrics go by name: remove one, or add weights")
+        earlier = [other.name for other in rewards[:index]]
+        is_second_model = reward.name == MODEL_REWARD and MODEL_REWARD in earlier
+        if is_second_model or repeated([*earlier, reward.name], rewards[: index + 1]) == reward.name:
+            found.add(
+                f"{name}, which stands twice, and metrics go by name: remove one, add weights, or let each name its "
+                "data sources in only"
+            )
+        if not all(map(text().holds, reward.only)):
+            found.add(
+                f"{field}.only is {shown(reward.only)}: set it to a list of names of data sources, or leave it out"
+            )
         if reward.name.endswith(f":{MODEL_REWARD}") and reward_model(found.config) is not None:
             found.add(f"{name}, and another reward is the built-in {MODEL_REWARD}: rename the function")
-        names.add(reward.name)
         if reward.name == MODEL_REWARD and (
             set(reward.options) != {"path"} or not text().holds(reward.options["path"])
         ):

@@ -103,7 +103,8 @@ class DynamicSamplingConfig:
     oversample: Annotated[float, between(1, 1000)] = 1.0
     # a step draws at most this x data.train_batch_size prompts, then learns from what it has
     budget: Annotated[float, between(1, MANY)] = 10.0
-    metric: Text | None = None  # the reward (by name) that must differ within a group; null: the weighted sum of all
+    # the reward (by name) that must differ within a group; null, or where a row has no such reward: the weighted sum
+    metric: Text | None = None
 
 
 @dataclass

@@ -108,7 +108,7 @@ def serve(connection: Any, pool: Pool) -> None:
         while True:
             header = json.loads(connection.recv_bytes())
             samples = [connection.recv_bytes() for _ in range(header["num_samples"])]
-            pool.submit(samples).add_done_callback(partial(answer, header["number"]))
+            pool.submit(samples, header["rewards"]).add_done_callback(partial(answer, header["number"]))
 
 
 def loss(owner: str, where: str = "this node") -> PoolError:
@@ -154,11 +154,11 @@ class RemotePool:
         self._open: dict[int, Future[Answers]] = {}  # without an answer
         self._is_lost = False
         self._loss, self._connection = loss, connection
-        self._to_send: SimpleQueue[tuple[int, Sequence[bytes]] | None] = SimpleQueue()
+        self._to_send: SimpleQueue[tuple[int, Sequence[bytes], list[int] | None] | None] = SimpleQueue()
         for work in (self._send, self._receive):
             threading.Thread(target=work, daemon=True).start()
 
-    def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
+    def submit(self, samples: Sequence[bytes], rewards: Sequence[int] | None = None) -> Future[Answers]:
         """See `Pool.submit`."""
         result: Future[Answers] = Future()
         with self._lock:
@@ -167,7 +167,7 @@ class RemotePool:
                 return result
             number = next(self._numbers)
             self._open[number] = result
-            self._to_send.put((number, samples))
+            self._to_send.put((number, samples, None if rewards is None else list(rewards)))
         return result
 
     def close(self) -> None:
@@ -177,8 +177,9 @@ class RemotePool:
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too
             while (work := self._to_send.get()) is not None:
-                number, samples = work
-                self._connection.send_bytes(json.dumps({"number": number, "num_samples": len(samples)}).encode())
+                number, samples, rewards = work
+                header = {"number": number, "num_samples": len(samples), "rewards": rewards}
+                self._connection.send_bytes(json.dumps(header).encode())
                 for sample in samples:
                     self._connection.send_bytes(sample)
 

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from mega_rl.config.schema.sources import claims
 from mega_rl.data.prompts import PromptDataset, PromptStream
 from mega_rl.data.rows.rows import DataFiles
 from mega_rl.data.stream import Stream
+from mega_rl.errors import shortened, shown
 from mega_rl.parallel.collectives import together
 from mega_rl.stages.run.sampling_job import SamplingJob
-from mega_rl.stages.score.scoring import rows_need_truth
+from mega_rl.stages.score.scoring import check_sources, truth_is_needed
+
+
+def _prompts(job: SamplingJob, files: DataFiles) -> PromptDataset:
+    found = PromptDataset.from_files(
+        files,
+        job.tokenizer,
+        job.config.data,
+        needs_truth=partial(truth_is_needed, job.config),
+        tools=() if job.plan is None else job.plan.tools,
+        picture_set=job.picture_set,
+    )
+    check_sources(job.config, found.prompts, files.key)
+    return found
 
 
 def prompt_stream(job: SamplingJob) -> PromptStream:
     data = job.config.data
-    dataset = PromptDataset.from_files(
-        DataFiles(data.train_files),
-        job.tokenizer,
-        data,
-        needs_truth=rows_need_truth(job.config),
-        tools=() if job.plan is None else job.plan.tools,
-        picture_set=job.picture_set,
-    )
+    dataset = _prompts(job, DataFiles(data.train_files))
     if job.picture_set is not None:
         job.picture_set.learn_from(dataset.prompts)
     if dataset.num_dropped:
@@ -32,11 +42,16 @@ def validation_prompts(job: SamplingJob) -> PromptDataset | None:
     data = job.config.data
     if not data.val_files or job.config.rollout.replay is not None:
         return None
-    return PromptDataset.from_files(
-        DataFiles.validation(data),
-        job.tokenizer,
-        data,
-        needs_truth=rows_need_truth(job.config),
-        tools=() if job.plan is None else job.plan.tools,
-        picture_set=job.picture_set,
-    )
+    return _prompts(job, DataFiles.validation(data))
+
+
+def tell_of_idle_rewards(job: SamplingJob, prompts: PromptStream, held_out: PromptDataset | None) -> None:
+    """A warning for each reward that scores no row of the run: perhaps its data source is mistyped."""
+    trained = [prompts.dataset[place] for place in range(len(prompts.dataset))]
+    sources = sorted({prompt.data_source for prompt in [*trained, *([] if held_out is None else held_out.prompts)]})
+    for index, reward in enumerate(job.config.rewards):
+        if not any(claims(reward.only, source) for source in sources):
+            job.say(
+                f"warning: rewards[{index}].only is {shown(reward.only)}, and no row is of that: the data sources are "
+                f"{shortened(', '.join(sources))}"
+            )
