@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.data.pictures.image_processor import picture_reader
 from mega_rl.data.pictures.picture_set import PictureSet, has_pictures
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows.rows import DataFiles, atomic_path, each_row
+from mega_rl.data.rows.rows import DataFiles, atomic_path, rows_of
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
@@ -301,7 +301,7 @@ def picture_set_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Pic
     if tower is None:
         return None
     with together(f"looking for pictures in {DATA}"):
-        rows = chain.from_iterable(each_row(Path(file), DATA) for file in config.data.val_files)
+        rows = rows_of(config.data.val_files, DATA)
         is_seen = any(map(has_pictures, islice(rows, config.data.max_val_samples)))
     if not any(gather_objects(is_seen)):  # text needs neither an image processor nor a chat template
         return None

@@ -38,9 +38,9 @@ platform: {{name: cpu}}
 PPO = """
 model: {{path: {model}, dtype: float32}}
 data:
-  train_files: [{prompts}, {counts}]
+  train_files: [{prompts}, "{counts}[:10]"]
   val_files: [{counts}, {prompts}]
-  max_val_samples: 14
+  max_val_samples: 20
   train_batch_size: 8
   max_prompt_length: 8
   max_response_length: 5
@@ -94,7 +94,7 @@ def ppo_run(root: Path, rm_run: Path, tiny_world: TinyWorld) -> Path:
 
     @once
     def launch() -> Path:
-        counts = [{"prompt": f"{i}{i}+", "data_source": "counting"} for i in range(10)]  # nothing to compare with
+        counts = [{"prompt": f"{i}{i}+", "data_source": "counting"} for i in range(16)]  # nothing to compare with
         write_jsonl(root / "counts.jsonl", counts)
         names = {"model": tiny_world.model, "prompts": tiny_world.prompts, "counts": root / "counts.jsonl"}
         reward = tiny_world.rl.parent / "reward.py"
@@ -161,6 +161,7 @@ def test_every_row_is_scored_by_the_rewards_of_its_source(ppo_run: Path) -> None
         rows = [json.loads(line) for line in lines]
         for row in rows:
             parts = row["score"]["parts"]
+            assert row["prompt"]["index"] < 70  # 60 sums, and 10 of the 16 rows of the other file
             assert parts.keys() == of_source[row["prompt"]["data_source"]]
             assert row["score"]["value"] == pytest.approx(sum(weights[name] * part for name, part in parts.items()))
             found.add(row["prompt"]["data_source"])

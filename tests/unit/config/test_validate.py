@@ -513,6 +513,18 @@ def test_files_of_other_packages_have_one_name():
     assert set(NORM_ROLES) == set(get_args(NormRole))
 
 
+def test_files_of_which_the_first_rows_are_taken(config, tmp_path):
+    first = config.data.train_files[0]
+    config.data.train_files = [f"{first}[:5]"]
+    assert problems(config) == []
+    for entry in (f"{first}[:0]", f"{first}[2:4]", f"{first}[:-1]"):
+        config.data.train_files = [entry]
+        (line,) = problems(config)
+        assert f"data.train_files has {entry!r}, which does not exist" in line and "FILE[:N] for its first N" in line
+    config.data.train_files = [f"{tmp_path / 'gone.jsonl'}[:5]"]
+    assert "does not exist" in problems(config)[0]
+
+
 def test_an_output_directory_can_be_made(config, tmp_path):
     for name in ("new/below/new", "new", "."):
         config.trainer.output_dir = str(tmp_path / name)
