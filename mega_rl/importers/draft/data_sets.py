@@ -78,12 +78,12 @@ def limit_rows(draft: Draft, key: str, fields: Sequence[str] = (TRAIN,), is_each
     """
     if not draft.has(key):
         return
-    rows, files = draft.count(key), as_list(draft.result.get(TRAIN))
+    rows, listed = draft.count(key), {field: as_list(draft.result.get(field)) for field in fields}
     if rows is None:
         draft.note(key, "same", "no limit, as here")
-    elif not files or (len(files) > 1 and not is_each):
+    elif not any(listed.values()) or (not is_each and any(len(files) > 1 for files in listed.values())):
         draft.lack([key], "row_limit")
     else:
-        for field in fields:
-            if listed := as_list(draft.result.get(field)):
-                draft.set(field, [bounded(str(file), rows) for file in listed], [key])
+        for field, files in listed.items():
+            if files:
+                draft.set(field, [bounded(str(file), rows) for file in files], [key])

@@ -190,6 +190,8 @@ def test_rows_of_each_data_set_of_llamafactory(tmp_path: Path, stage: str, limit
     assert rows_read(tmp_path, draft.result["data.val_files"]) == [("c", n) for n in taken]
     assert draft.outcomes["max_samples"].became == ("same" if limit is None else "mapped")
     assert draft.result.get("data.max_val_samples") is None
+    alone = imported("llamafactory", FIXED["llamafactory"] | {"eval_dataset": "c", "max_samples": 2})
+    assert alone.result["data.val_files"] == ["data/c.json[:2]"]
 
 
 @pytest.mark.parametrize(
