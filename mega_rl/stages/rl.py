@@ -14,7 +14,7 @@ from mega_rl.stages.models.critic_model import open_critic
 from mega_rl.stages.run import progress
 from mega_rl.stages.run.sampling_job import SamplingJob, open_sampling_job
 from mega_rl.stages.sampling import rollout_metrics
-from mega_rl.stages.sampling.prompts import prompt_stream, tell_of_idle_rewards, validation_prompts
+from mega_rl.stages.sampling.prompts import prompt_stream, validation_prompts
 from mega_rl.stages.sampling.sampling import sampling
 from mega_rl.stages.sampling.validation import Validator
 from mega_rl.stages.score.scorer_of import scorer_of
@@ -38,8 +38,7 @@ def train(job: SamplingJob) -> None:
     total_steps = progress.total_steps(config, prompts.steps_per_epoch)
     noise = noise_of(job, total_steps)
     scorer = scorer_of(job)
-    held_out = validation_prompts(job)
-    tell_of_idle_rewards(job, prompts, held_out)
+    held_out = validation_prompts(job, prompts)
     actor = trainer.actor(job, trainer.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = trainer.reference(job, actor)

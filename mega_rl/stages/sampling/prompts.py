@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from mega_rl.config.schema.sources import claims
@@ -12,6 +13,7 @@ from mega_rl.errors import shortened, shown
 from mega_rl.parallel.collectives import together
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.score.scoring import check_sources, truth_is_needed
+from mega_rl.types import Prompt
 
 
 def _prompts(job: SamplingJob, files: DataFiles) -> PromptDataset:
@@ -38,17 +40,18 @@ def prompt_stream(job: SamplingJob) -> PromptStream:
         return Stream(dataset, data.train_batch_size, data.shuffle, data.seed)
 
 
-def validation_prompts(job: SamplingJob) -> PromptDataset | None:
-    data = job.config.data
-    if not data.val_files or job.config.rollout.replay is not None:
-        return None
-    return _prompts(job, DataFiles.validation(data))
+def validation_prompts(job: SamplingJob, trained: PromptStream) -> PromptDataset | None:
+    """With a warning for each reward that scores no row, neither of these nor of those that are trained on."""
+    data, found = job.config.data, None
+    if data.val_files and job.config.rollout.replay is None:
+        found = _prompts(job, DataFiles.validation(data))
+    prompts = [trained.dataset[place] for place in range(len(trained.dataset))]
+    _tell_of_idle_rewards(job, [*prompts, *([] if found is None else found.prompts)])
+    return found
 
 
-def tell_of_idle_rewards(job: SamplingJob, prompts: PromptStream, held_out: PromptDataset | None) -> None:
-    """A warning for each reward that scores no row of the run: perhaps its data source is mistyped."""
-    trained = [prompts.dataset[place] for place in range(len(prompts.dataset))]
-    sources = sorted({prompt.data_source for prompt in [*trained, *([] if held_out is None else held_out.prompts)]})
+def _tell_of_idle_rewards(job: SamplingJob, prompts: Iterable[Prompt]) -> None:
+    sources = sorted({prompt.data_source for prompt in prompts})
     for index, reward in enumerate(job.config.rewards):
         if not any(claims(reward.only, source) for source in sources):
             job.say(

@@ -14,7 +14,7 @@ from mega_rl.config.schema.learning import EnvironmentConfig
 from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.data.rows.rows import write_jsonl
 from mega_rl.errors import InputError
-from mega_rl.stages.sampling.prompts import prompt_stream, tell_of_idle_rewards, validation_prompts
+from mega_rl.stages.sampling.prompts import prompt_stream, validation_prompts
 from mega_rl.stages.score.scoring import check_sources
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from mega_rl.types import Prompt
@@ -41,10 +41,9 @@ def prompts(*sources: str) -> list[Prompt]:
 def test_a_truth_is_needed_where_a_reward_of_the_source_compares_with_it(tmp_path: Path) -> None:
     rewards = [RewardConfig("exact_match", only=["sums"]), RewardConfig("repetition", only=["free/*"])]
     job = job_of(tmp_path, rewards, [SUMS, FREE], [FREE])
-    stream, held_out = prompt_stream(job), validation_prompts(job)
+    held_out = validation_prompts(job, stream := prompt_stream(job))
     assert sorted(stream.dataset[place].data_source for place in range(2)) == ["free/talk", "sums"]
     assert held_out is not None and len(held_out) == 1
-    tell_of_idle_rewards(job, stream, held_out)
     assert job.said == []
     lacking = job_of(tmp_path, rewards, [SUMS, {"prompt": "3+3=", "data_source": "sums"}], [FREE])
     with pytest.raises(InputError, match="train_files.jsonl line 2 .*as a reward compares with it"):
@@ -57,8 +56,7 @@ def test_a_source_that_no_reward_scores_is_refused_before_the_first_step(tmp_pat
     job = job_of(tmp_path, [RewardConfig("exact_match", only=["sums"])], *rows)
     expected = rf"{key} has rows of the data source 'free/talk', which no entry of rewards scores.*only: \[free/talk\]"
     with pytest.raises(InputError, match=expected):
-        prompt_stream(job)
-        validation_prompts(job)
+        validation_prompts(job, prompt_stream(job))
 
 
 def test_an_environment_may_reward_the_rows_that_no_reward_is_for() -> None:
@@ -78,6 +76,6 @@ def test_patterns_that_give_one_source_a_name_twice_are_refused() -> None:
 def test_a_reward_that_no_row_is_for_is_told(tmp_path: Path) -> None:
     rewards = [RewardConfig("exact_match"), RewardConfig("repetition", only=["sum"])]
     job = job_of(tmp_path, rewards, [SUMS], [SUMS])
-    tell_of_idle_rewards(job, prompt_stream(job), None)
+    validation_prompts(job, prompt_stream(job))
     (line,) = job.said
     assert "rewards[1].only is ['sum']" in line and "the data sources are sums" in line
