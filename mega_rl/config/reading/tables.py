@@ -21,6 +21,7 @@ NEIGHBOURS = {
     "areal": "AReaL",
     "openrlhf": "OpenRLHF",
     "mindspeed_rl": "MindSpeed-RL",
+    "slime": "slime",
 }
 HERE = Path(__file__).resolve().parent
 Kind = Literal["set", "rules", "same", "none", "passed"]
@@ -34,7 +35,7 @@ class Entry:
     kind: Kind
     to: tuple[str, ...] = ()  # keys of ours
     words: dict[Any, Any] = field(default_factory=dict)  # kind set: their word -> ours; empty: as it is
-    reason: str = ""  # kinds rules, same and none: the sentence in reasons.yaml, and the name of the rule
+    reason: str = ""  # kinds rules, same and none: the sentence in reasons*.yaml, and the name of the rule
     off: tuple[Any, ...] = ()  # kind none: values that mean that the feature is off, so that nothing is missing
 
 
@@ -72,7 +73,7 @@ def _below(key: str, pattern: str) -> bool:
 @cache
 def reasons() -> dict[str, dict[str, dict[str, str]]]:
     """Kind -> name -> language (``en`` or ``zh``) -> sentence."""
-    tree: dict[str, dict[str, dict[str, str]]] = _read("reasons")
+    tree: dict[str, dict[str, dict[str, str]]] = _read("reasons") | _read("reasons_of_rules")
     return tree
 
 

@@ -16,12 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.reading.yaml_text import parse_yaml
 from mega_rl.errors import InputError, shortened
-from mega_rl.importers.draft.words import MAX_CHARACTERS, UNKNOWN, expanded, shell_lines, variables
+from mega_rl.importers.draft.words import MAX_CHARACTERS, UNKNOWN, arrays, expanded, shell_lines, variables
 
 _HYDRA = re.compile(r"^[+~]{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 _TOP = re.compile(r"^\+{0,2}([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)(?:=(.*))?$", re.DOTALL)
 _REFERENCE = re.compile(r"\$(?:\w+|\{\w+(?:\[[@*]\])?\})")
+_ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_REDIRECTED = re.compile(r"^\d?>")
 _UV = re.compile(r"^(?:\w+=\()?uv$")  # also at the beginning of an array
 _NOT_TASKS = re.compile(r"^(?:\w+/)*(?:python3?|bash|sh|torchrun|accelerate|deepspeed|launch|ray|job|submit)$")
 # Commands that configure nothing of a training, at the beginning of a line.
@@ -124,15 +126,26 @@ def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _from_shell(text: str, known: Mapping[str, str]) -> Given:
     lines = shell_lines(text)
-    values = variables(lines) | dict(known)
+    values, listed = variables(lines) | dict(known), arrays(lines)
     given = Given()
     for line in lines:
-        _read_line(_command([part for word in line for part in _parts(word, values)]), given)
+        words = [part for word in line for part in _elements(word, listed, values)]
+        if words:
+            _read_line(_command([part for word in words for part in _parts(word, values)]), given)
     if not given.values:
         raise InputError(
             f"{shortened(text.strip())!r} holds no keys: give a configuration file, a script or a whole command line"
         )
     return given
+
+
+def _elements(word: str, listed: Mapping[str, list[str]], values: Mapping[str, str]) -> list[str]:
+    """The word, or what is in an array; nothing of one that holds keys, which are read where they stand."""
+    found = _ELEMENTS.fullmatch(word)
+    if found is None or found[1] in values:
+        return [word]
+    inner = listed.get(found[1], [])
+    return [] if any(_HYDRA.match(part) or _FLAG.match(part) for part in inner) else inner
 
 
 def _parts(word: str, values: Mapping[str, str]) -> list[str]:
@@ -145,9 +158,11 @@ def _parts(word: str, values: Mapping[str, str]) -> list[str]:
 
 
 def _command(words: list[str]) -> list[str]:
-    """Without the flags of ``uv run``, which are no keys; nothing of a command that starts no training."""
-    if words[0] in _OTHERS:
+    """Without the flags of ``uv run`` and Ray, which are no keys; nothing of a command that starts no training."""
+    if words[0] in _OTHERS or words[:2] in (["ray", "start"], ["ray", "stop"]):
         return []
+    if words[:3] == ["ray", "job", "submit"] and "--" in words:
+        words = words[words.index("--") + 1 :]
     start = next(
         (place for place, pair in enumerate(pairwise(words)) if _UV.search(pair[0]) and pair[1] == "run"), None
     )
@@ -183,7 +198,12 @@ def _read_line(words: list[str], given: Given) -> None:
 
 
 def _is_value(word: str) -> bool:
-    return not _FLAG.match(word) and not _HYDRA.match(word) and word not in (")", "--", "\\")
+    return (
+        not _FLAG.match(word)
+        and not _HYDRA.match(word)
+        and word not in (")", "--", "\\")
+        and not _REDIRECTED.match(word)
+    )
 
 
 def _put(given: Given, key: str, texts: list[str]) -> None:

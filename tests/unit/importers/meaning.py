@@ -307,7 +307,44 @@ def mindspeed_rl(given: Mapping[str, Any], devices: int) -> Meaning:
     )  # fmt: skip
 
 
+def slime(given: Mapping[str, Any], devices: int) -> Meaning:
+    get = Theirs("slime", "all", given)
+    prompts, n = get("rollout_batch_size"), get("n_samples_per_prompt")
+    updates = get("num_steps_per_rollout") or prompts * n // (get("global_batch_size") or prompts * n)
+    context, response = get("rollout_max_context_len"), get("rollout_max_response_len")
+    # Without a limit of their own, prompts get what the context leaves; without a context, any length.
+    prompt = get("rollout_max_prompt_len") or (context - response if context else 2048)
+    kind, weight = get("kl_loss_type"), get("kl_loss_coef") if get("use_kl_loss") else 0
+    estimator = {"k1": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}[kind]
+    high = get("eps_clip") if get("eps_clip_high") is None else get("eps_clip_high")
+    heat = get("rollout_temperature") if get("eval_temperature") is None else get("eval_temperature")
+    is_greedy = not heat or get("eval_top_k") == 1
+    estimates = get("advantage_estimator")
+    iterations = get("lr_warmup_iters")
+    share = get("lr_warmup_fraction")
+    return Meaning(
+        rows=prompts,
+        samples=prompts * n,
+        updates=updates,
+        length=prompt + response,
+        rate=(get("lr"), get("min_lr"), get("lr_decay_style")),
+        warm_up=iterations if share is None else ceil(share * STEPS),
+        adam=(get("adam_beta1"), get("adam_beta2"), get("adam_eps")),
+        decay=get("weight_decay"),
+        sizes=tuple(get(f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline")) + (
+            get("context_parallel_size"), get("expert_model_parallel_size")),
+        kl=("loss", weight, estimator) if weight else None,  # an estimator of groups does not read kl_coef
+        bounds=(round(1 - min(get("eps_clip"), 1.0), 9), round(1 + high, 9),
+                None if estimates == "cispo" else get("eps_clip_c")),
+        reduction="token_mean" if get("calculate_per_token_loss") and estimates != "gspo" else "sequence_mean",
+        sampling=(n, get("rollout_temperature")),
+        validation=(0, None) if is_greedy else (get("n_samples_per_eval_prompt"), heat),
+        is_tower_trained=False,
+        saves=get("save_interval"),
+    )  # fmt: skip
+
+
 INTERPRETERS: dict[str, Callable[[Mapping[str, Any], int], Meaning]] = {
     "verl": verl, "areal": areal, "openrlhf": openrlhf, "trl": trl, "llamafactory": llamafactory,
-    "mindspeed_rl": mindspeed_rl,
+    "mindspeed_rl": mindspeed_rl, "slime": slime,
 }  # fmt: skip

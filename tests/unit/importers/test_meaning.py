@@ -26,6 +26,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "llamafactory": {"stage": "sft", "finetuning_type": "full", "model_name_or_path": "m"},
     "mindspeed_rl": {"megatron_training.global_batch_size": 64, "actor_config.lr": 1e-6,
                      "actor_config.micro_batch_size": 2},
+    "slime": {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "rollout_max_response_len": 1024},
 }  # fmt: skip
 DRAWN: dict[str, dict[str, list[Any]]] = {
     "verl": {
@@ -93,6 +94,19 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
         "rl_config.clip_higher_enable": [True], "rl_config.clip_ratio_low": [0.2], "rl_config.clip_ratio_high": [0.28],
         "rl_config.init_kl_coef": [0, 0.001], "rl_config.kl_penalty": ["kl", "low_var_kl"],
         "rl_config.filter_groups_enable": [True], "rl_config.filter_groups_train_batch_size": [32],
+    },
+    "slime": {
+        "rollout_batch_size": [64], "global_batch_size": [128, 256], "num_steps_per_rollout": [2],
+        "rollout_max_response_len": [8192], "rollout_max_context_len": [16384], "rollout_max_prompt_len": [512],
+        "rollout_temperature": [0.8], "eval_temperature": [0.0, 0.6], "eval_top_k": [1, -1],
+        "n_samples_per_eval_prompt": [16], "advantage_estimator": ["grpo", "gspo", "cispo"], "eps_clip": [0.1, 1.0],
+        "eps_clip_high": [0.28, 4.0], "eps_clip_c": [3.0], "use_kl_loss": [True], "kl_loss_coef": [0.0, 0.001],
+        "kl_loss_type": ["k1", "k2", "k3", "low_var_kl"], "kl_coef": [0.01], "calculate_per_token_loss": [True],
+        "lr": [5e-6], "min_lr": [1e-7], "lr_decay_style": ["constant", "cosine"], "lr_warmup_fraction": [0.1],
+        "lr_warmup_iters": [10], "adam_beta2": [0.98], "adam_eps": [1e-6], "weight_decay": [0.1],
+        "tensor_model_parallel_size": [2], "pipeline_model_parallel_size": [2], "context_parallel_size": [2],
+        "expert_model_parallel_size": [8], "expert_tensor_parallel_size": [1], "save_interval": [20],
+        "rollout_shuffle": [True], "use_tis": [True], "colocate": [True],
     },
 }  # fmt: skip
 

@@ -72,6 +72,31 @@ def test_keys_in_a_string_are_not_lost() -> None:
     }
 
 
+SLIME = """
+TARGETS=(q_proj v_proj)
+CKPT_ARGS=(
+   --hf-checkpoint models/Qwen3-4B
+   # --load elsewhere
+)
+EMPTY=()
+ray start --head --node-ip-address 127.0.0.1 --num-gpus 8
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="{}" \\
+   -- python3 train.py --colocate ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} --lora-target-modules ${TARGETS[@]} ${EMPTY[@]} \\
+   --actor-num-gpus-per-node 8 2>&1 | tee log
+"""
+
+
+def test_arrays_and_launchers_of_ray() -> None:
+    given = read(SLIME)
+    assert given.values == {
+        "hf_checkpoint": "models/Qwen3-4B",
+        "colocate": True,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "actor_num_gpus_per_node": 8,
+    }
+    assert given.unresolved == {} and given.program == ["train.py"]
+
+
 def test_what_a_script_computes_is_asked_for_and_taken() -> None:
     text = (
         "python3 -m verl.trainer.main_ppo trainer.nnodes=$(nodes) data.train_batch_size=$BATCH trainer.total_epochs=1"
@@ -122,6 +147,7 @@ def test_null_and_what_is_off_is_needless(neighbour: str) -> None:
         "openrlhf": ["train.async_enable", "algo.kl.target"],
         "trl": ["use_adaptive_entropy", "tf32"],
         "llamafactory": ["use_galore", "freeze_language_model"],
+        "slime": ["use_opd", "custom_tis_function_path"],
         "mindspeed_rl": ["rl_config.multi_turn_enable", "megatron_training.reuse_fp32_param"],
     }[neighbour]
     for value in (None, False):
@@ -142,6 +168,7 @@ def test_null_and_what_is_off_is_needless(neighbour: str) -> None:
         ("llamafactory", "warmup_steps", "soon", {"learning_rate": 1e-5}),
         ("openrlhf", "algo.kl.init_coef", [1], {"data.max_len": 4096, "rollout.batch_size": 64}),
         ("areal", "actor.kl_ctl", "x", {"actor.eps_clip_higher": 0.3}),
+        ("slime", "eps_clip", "wide", {"rollout_batch_size": 64, "eps_clip_high": 0.28}),
         ("mindspeed_rl", "rl_config.kl_penalty", "full", {"rl_config.clip_ratio": 0.1}),
     ],
 )
