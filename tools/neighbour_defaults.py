@@ -110,7 +110,7 @@ class Classes:
         """Every dotted key below a dataclass with its default, those of its bases first."""
         node = self.found.get(name)
         for base in reversed(node.bases) if node is not None else ():
-            called = ast.unparse(base).rpartition(".")[2].replace("BaseTraining", "Seq2SeqTraining")
+            called = ast.unparse(base).rpartition(".")[2].replace("BaseTraining", "Seq2SeqTraining").removeprefix("Hf")
             home = self if called in self.found and called != name else self.others
             yield from home.fields(called, before) if home is not None else ()
         for line in node.body if node is not None else ():
@@ -254,6 +254,21 @@ def of_flags(checkout: Path, megatron: Path) -> dict[str, dict[str, Any]]:
     return {"all": found | {"bf16": True}}  # which the program sets unless fp16 is given
 
 
+def of_swift(checkout: Path, transformers: Path) -> dict[str, dict[str, Any]]:
+    """ms-swift's classes, which have those of transformers among their bases."""
+    theirs = Classes([transformers / f"{part}.py" for part in ("training_args", "training_args_seq2seq")])
+    root = checkout / "swift"
+    files = [*(root / "arguments").rglob("*_args.py"), root / "trainers" / "arguments.py"]
+    classes = Classes([*sorted(files), root / "rlhf_trainers" / "args_mixin.py"], theirs)
+    mixed = Classes([*sorted((root / "megatron" / "arguments").glob("*_args.py"))], classes)
+    plain = dict(classes.fields("BaseArguments"))
+    return {
+        "megatron": plain | dict(mixed.fields("MegatronArguments")),
+        "sft": dict(classes.fields("SftArguments")),
+        "rlhf": dict(classes.fields("RLHFArguments")),
+    }
+
+
 READERS = {"verl": of_verl, "openrlhf": of_arguments, "mindspeed_rl": of_assignments}  # others: dataclasses
 
 
@@ -303,15 +318,17 @@ def main() -> int:
     parser.add_argument("--from", dest="name", required=True, choices=NEIGHBOURS)
     parser.add_argument("checkout", type=Path)
     parser.add_argument(
-        "--transformers", type=Path, help="trl and llamafactory: the package whose arguments they take over"
+        "--transformers", type=Path, help="trl, llamafactory and swift: the package whose arguments they take over"
     )
     parser.add_argument("--megatron", type=Path, help="slime: a checkout of Megatron-LM, whose flags it takes over")
     options = parser.parse_args()
     if options.name == "slime" and options.megatron is None:
         parser.error("--megatron: slime takes over the flags of Megatron-LM")
-    if options.name in ("trl", "llamafactory") and options.transformers is None:
+    if options.name in ("trl", "llamafactory", "swift") and options.transformers is None:
         parser.error(f"--transformers: {options.name} takes over the arguments of its trainer")
-    if options.name == "slime":
+    if options.name == "swift":
+        programs = of_swift(options.checkout, options.transformers)
+    elif options.name == "slime":
         programs = of_flags(options.checkout, options.megatron)
     elif options.name in READERS:
         programs = READERS[options.name](options.checkout)

@@ -22,6 +22,7 @@ NEIGHBOURS = {
     "openrlhf": "OpenRLHF",
     "mindspeed_rl": "MindSpeed-RL",
     "slime": "slime",
+    "swift": "ms-swift",
 }
 HERE = Path(__file__).resolve().parent
 Kind = Literal["set", "rules", "same", "none", "passed"]

@@ -31,10 +31,13 @@ _OTHERS = frozenset(
     ("apt", "apt-get", "cd", "conda", "curl", "docker", "echo", "git", "gpg", "hf", "huggingface-cli", "mkdir")
     + ("modelscope", "nvidia-smi", "pip", "sky", "sudo", "systemctl", "wget")
 )
+_OTHER_TASKS = re.compile(r"(?:swift|megatron) (?:app|deploy|eval|export|infer|merge-lora|rollout|sample|web-ui)")
 # Calls in Python whose keywords are no arguments of a training.
 _OTHER_CALLS = ("basicConfig", "GenerationConfig", "ProcessorConfig")
 # Flags of launchers, which stand before the program, take one value or none; all other flags take what follows them.
-_PROGRAM = re.compile(r"\.py$|^\w+(?:\.\w+)+$|^(?:trl|llamafactory-cli|areal|sft|grpo|dpo|kto|reward|rloo|train)$")
+_PROGRAM = re.compile(
+    r"\.py$|^\w+(?:\.\w+)+$|^(?:trl|llamafactory-cli|areal|megatron|swift|rlhf|pt|sft|grpo|dpo|kto|reward|rloo|train)$"
+)
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Given:
     program: list[str] = field(default_factory=list)  # words that name what is run, such as ``trl`` and ``grpo``
     twice: dict[str, Any] = field(default_factory=dict)  # key -> the value that a later one replaced
     unresolved: dict[str, str] = field(default_factory=dict)  # key -> the shell variable that its value needs
+    environment: dict[str, str] = field(default_factory=dict)  # the variables of a shell text
 
     def put(self, key: str, value: Any) -> None:
         if key in self.values and self.values[key] != value:
@@ -127,7 +131,7 @@ def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def _from_shell(text: str, known: Mapping[str, str]) -> Given:
     lines = shell_lines(text)
     values, listed = variables(lines) | dict(known), arrays(lines)
-    given = Given()
+    given = Given(environment=values)
     for line in lines:
         words = [part for word in line for part in _elements(word, listed, values)]
         if words:
@@ -159,6 +163,8 @@ def _parts(word: str, values: Mapping[str, str]) -> list[str]:
 
 def _command(words: list[str]) -> list[str]:
     """Without the flags of ``uv run`` and Ray, which are no keys; nothing of a command that starts no training."""
+    if any(_OTHER_TASKS.fullmatch(f"{first} {second}") for first, second in pairwise(words)):
+        return []
     if words[0] in _OTHERS or words[:2] in (["ray", "start"], ["ray", "stop"]):
         return []
     if words[:3] == ["ray", "job", "submit"] and "--" in words:

@@ -108,10 +108,10 @@ def steps(draft: Draft) -> None:
         lr = float(draft.result.get("optimizer.lr") or 0.0)
         floor = float(options.get("min_lr", float(options.get("min_lr_rate") or 0.0) * lr) or 0.0)
         draft.set("optimizer.min_lr", floor, ["lr_scheduler_kwargs"])
-    _intervals(draft, per_step)
+    intervals(draft, per_step)
 
 
-def _intervals(draft: Draft, per_step: int) -> None:
+def intervals(draft: Draft, per_step: int) -> None:
     for name, ours in (("save", "checkpoint.save_freq"), ("eval", "validation.test_freq")):
         steps_key = f"{name}_steps"
         strategies = (f"{name}_strategy", "evaluation_strategy") if name == "eval" else (f"{name}_strategy",)

@@ -102,7 +102,9 @@ def router(draft: Draft, section: str = "") -> None:
         for key in (weight, kind, z_loss, rate):
             draft.note(key, "same", "not read, as the model has no experts")
         return
-    over = {"aux_loss": "microbatch", "seq_aux_loss": "sequence", "none": None}.get(draft.word(kind), "")
+    over = {"aux_loss": "microbatch", "seq_aux_loss": "sequence", "none": None}.get(
+        draft.word(kind, default="aux_loss"), ""
+    )
     if over == "":
         draft.lack([kind, weight], "mixture", shown(draft.get(kind)))
     elif over is None or not draft.number(weight):

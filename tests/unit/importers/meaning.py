@@ -344,7 +344,52 @@ def slime(given: Mapping[str, Any], devices: int) -> Meaning:
     )  # fmt: skip
 
 
+def swift(given: Mapping[str, Any], devices: int) -> Meaning:
+    """GRPO, with Megatron where the batch is a whole one, and without where it counts per device."""
+    is_megatron = "global_batch_size" in given
+    get = Theirs("swift", "megatron" if is_megatron else "rlhf", given)
+    n, beta = get("num_generations"), get("beta")
+    if is_megatron:
+        sequences, rounds = get("global_batch_size"), get("steps_per_generation") or 1
+        rate = (get("lr") or (1e-5 if get("tuner_type") == "full" else 1e-4), get("min_lr"), get("lr_decay_style"))
+        share, iterations = get("lr_warmup_fraction"), get("lr_warmup_iters")
+        sizes = tuple(get(f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline"))
+        sizes += (get("context_parallel_size"), get("expert_model_parallel_size"))
+        epsilon = get("adam_eps")
+    else:
+        spans = get("gradient_accumulation_steps") or 1
+        context = get("sequence_parallel_size")
+        sequences = get("per_device_train_batch_size") * spans * devices // context
+        rounds = (get("steps_per_generation") or spans) / spans
+        rate = (get("learning_rate") or (1e-5 if get("tuner_type") == "full" else 1e-4), 0.0, get("lr_scheduler_type"))
+        share, iterations, sizes = get("warmup_ratio") or None, get("warmup_steps"), (1, 1, context, 1)
+        epsilon = get("adam_epsilon")
+    generated = int(sequences * rounds)
+    high = get("epsilon") if get("epsilon_high") is None else get("epsilon_high")
+    kind, by_sequence = get("loss_type") or "grpo", get("importance_sampling_level") == "sequence"
+    reductions = {"grpo": "sequence_mean", "dr_grpo": "sequence_mean_token_sum_norm"}
+    beta = 0.04 if beta is None else beta
+    return Meaning(
+        rows=generated // n,
+        samples=generated // n * n,
+        updates=generated // sequences,
+        length=(get("max_length") or 2048) + get("max_completion_length"),
+        rate=rate,
+        warm_up=iterations if share is None else ceil(share * STEPS),
+        adam=(get("adam_beta1"), get("adam_beta2"), epsilon),
+        decay=get("weight_decay"),
+        sizes=sizes,
+        kl=("loss", beta, "k3") if beta else None,
+        bounds=(round(1 - get("epsilon"), 9), round(1 + high, 9), get("delta")),
+        reduction="sequence_mean" if by_sequence else reductions.get(kind, "token_mean"),
+        sampling=(n, get("temperature")),
+        validation=(1, 1.0),
+        is_tower_trained=not get("freeze_vit"),
+        saves=max(1, round(get("save_steps") * sequences / generated)),
+    )
+
+
 INTERPRETERS: dict[str, Callable[[Mapping[str, Any], int], Meaning]] = {
     "verl": verl, "areal": areal, "openrlhf": openrlhf, "trl": trl, "llamafactory": llamafactory,
-    "mindspeed_rl": mindspeed_rl, "slime": slime,
+    "mindspeed_rl": mindspeed_rl, "slime": slime, "swift": swift,
 }  # fmt: skip

@@ -97,6 +97,22 @@ def test_arrays_and_launchers_of_ray() -> None:
     assert given.unresolved == {} and given.program == ["train.py"]
 
 
+SWIFT = """
+# swift rollout --model m
+CUDA_VISIBLE_DEVICES=0 swift rollout --model other --vllm_data_parallel_size 2
+NPROC_PER_NODE=4 \\
+megatron rlhf --rlhf_type grpo --model m --dataset 'a/b#1000' --global_batch_size 64 --max_length 512
+"""
+
+
+def test_commands_of_swift_that_train_nothing_are_left_out() -> None:
+    given = read(SWIFT)
+    assert given.program == ["megatron", "rlhf"] and given.values["model"] == "m"
+    draft = convert("swift", given)
+    assert draft.num_devices == 4 and draft.result["data.train_files"] == ["data/b/train.jsonl"]
+    assert draft.outcomes["dataset"].became == "none" and "a/b#1000" in draft.outcomes["dataset"].text
+
+
 def test_what_a_script_computes_is_asked_for_and_taken() -> None:
     text = (
         "python3 -m verl.trainer.main_ppo trainer.nnodes=$(nodes) data.train_batch_size=$BATCH trainer.total_epochs=1"
@@ -147,6 +163,7 @@ def test_null_and_what_is_off_is_needless(neighbour: str) -> None:
         "openrlhf": ["train.async_enable", "algo.kl.target"],
         "trl": ["use_adaptive_entropy", "tf32"],
         "llamafactory": ["use_galore", "freeze_language_model"],
+        "swift": ["freeze_llm", "teacher_model"],
         "slime": ["use_opd", "custom_tis_function_path"],
         "mindspeed_rl": ["rl_config.multi_turn_enable", "megatron_training.reuse_fp32_param"],
     }[neighbour]
@@ -168,6 +185,7 @@ def test_null_and_what_is_off_is_needless(neighbour: str) -> None:
         ("llamafactory", "warmup_steps", "soon", {"learning_rate": 1e-5}),
         ("openrlhf", "algo.kl.init_coef", [1], {"data.max_len": 4096, "rollout.batch_size": 64}),
         ("areal", "actor.kl_ctl", "x", {"actor.eps_clip_higher": 0.3}),
+        ("swift", "temperature", "warm", {"rlhf_type": "grpo", "global_batch_size": 64}),
         ("slime", "eps_clip", "wide", {"rollout_batch_size": 64, "eps_clip_high": 0.28}),
         ("mindspeed_rl", "rl_config.kl_penalty", "full", {"rl_config.clip_ratio": 0.1}),
     ],
