@@ -310,11 +310,9 @@ class TrajectorySummary(NamedTuple):
 
 @dataclass(frozen=True)
 class HandedTrajectory:
-    """What a scheduler and a reward need of a trajectory that its engine has handed to the rank that owns it."""
+    """What a scheduler knows of a trajectory that its engine has handed to the rank that owns it."""
 
     summary: TrajectorySummary  # without an engine
-    prompt: Prompt
-    text: str
     episode: Outcome | None = None
     engine: int | None = None  # as of the trajectory
 

@@ -74,8 +74,13 @@ class NodePools:
         self._listener.close()
 
 
-def lend(pool: Pool, address: MeetingAddress, rank: int) -> Callable[[], None]:
+def lend(
+    pool: Pool, address: MeetingAddress, rank: int, of_owned: Callable[[int], Future[Answers]]
+) -> Callable[[], None]:
     """Let the rank at an address use the workers of this rank until either of them ends; returns what ends it before.
+
+    Args:
+        of_owned: what the workers say of the trajectory that this rank owns under a number.
 
     Raises:
         PoolError: it cannot be reached.
@@ -90,7 +95,7 @@ def lend(pool: Pool, address: MeetingAddress, rank: int) -> Callable[[], None]:
             f"rewards: rank {rank} cannot reach {where} ({error}), to lend the reward workers of its node: let the "
             "nodes of a run reach each other's ports"
         ) from error
-    threading.Thread(target=serve, args=(connection, pool), daemon=True).start()
+    threading.Thread(target=serve, args=(connection, pool, of_owned), daemon=True).start()
     return partial(_end, connection)
 
 

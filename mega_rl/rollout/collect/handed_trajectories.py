@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from mega_rl.parallel.collectives import gather_objects, together
 from mega_rl.parallel.interfaces import addresses_towards
-from mega_rl.rewards.pool.node import introduce, knows, machine
+from mega_rl.rewards.pool import node
 from mega_rl.rewards.pool.nodes import connection_of, listen
 from mega_rl.types import HandedTrajectory, Response, Trajectory
 
@@ -91,7 +91,7 @@ class HandedTrajectories:
 
     def _serve(self, connected: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError), connection_of(connected) as connection:  # an engine may die
-            if not knows(connection, self.key):
+            if not node.knows(connection, self.key):
                 return
             words = json.loads(connection.recv_bytes(MAX_WORDS))
             if words["what"] == GIVE:
@@ -110,7 +110,7 @@ def open_owners(own: Callable[[Trajectory], int]) -> tuple[HandedTrajectories | 
     Returns:
         What this rank takes, and all addresses.
     """
-    machines, rank = gather_objects(machine()), dist.get_rank()
+    machines, rank = gather_objects(node.machine()), dist.get_rank()
     owners = [other for other, name in enumerate(machines) if machines.index(name) == other]
     if len(owners) == 1:
         return None, ()
@@ -149,8 +149,7 @@ def hand_over(trajectory: Trajectory, owners: Sequence[OwnerAddress], step: int,
 
 def handed(trajectory: Trajectory, owner: int, number: int) -> HandedTrajectory:
     """What rank 0 is told of a trajectory that a rank owns under a number."""
-    summary = trajectory.summary(owner, number)
-    return HandedTrajectory(summary, trajectory.prompt, trajectory.text, trajectory.episode)
+    return HandedTrajectory(trajectory.summary(owner, number), trajectory.episode)
 
 
 def given_back(handed_over: HandedTrajectory, owners: Sequence[OwnerAddress]) -> Trajectory:
@@ -172,7 +171,7 @@ def given_back(handed_over: HandedTrajectory, owners: Sequence[OwnerAddress]) ->
 def _asked(owner: OwnerAddress, what: str) -> Any:
     try:
         with connection_of(socket.create_connection((owner.host, owner.port), ANSWER_S)) as connection:
-            introduce(connection, owner.key)
+            node.introduce(connection, owner.key)
             yield connection
     except (OSError, EOFError) as error:
         raise RuntimeError(

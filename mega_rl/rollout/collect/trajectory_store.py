@@ -87,6 +87,10 @@ class TrajectoryStore:
         """The trajectory with its tokens, wherever it is; not collective."""
         return given_back(trajectory, self.owners) if isinstance(trajectory, HandedTrajectory) else trajectory
 
+    def own(self, number: int) -> Trajectory:
+        """One that this rank owns; called in any thread."""
+        return self._own[number]
+
     def close_owners(self) -> None:
         """Take nothing from engines any more; what there is stays."""
         if self._handed is not None:

@@ -31,7 +31,8 @@ from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.partial import ResponsePiece
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.attached_store import AttachedStore
-from mega_rl.rollout.remote.weight_store import Location, RewrittenError, Store, StoreForm, WantedVersion
+from mega_rl.rollout.remote.weight_store import Location, RewrittenError, Store, WantedVersion
+from mega_rl.rollout.store_form import StoreForm
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Response, Trajectory

@@ -3,12 +3,13 @@
 The engines are drawn by the seed, and die so often of 1,000 turns. After so many steps (0: never) all ranks are killed
 in the middle of one. With ``--change`` before the arguments, two engines are added and two removed after the first
 step, by ``tools/fleet.py``, which is also what is asked how it went. With ``--nodes`` every rank takes itself for a
-node of its own, so that engines hand it responses. With ``--counted LOG`` collectives on objects are
-written down.
+node of its own, so that engines hand it responses, which are scored there. With ``--counted LOG`` collectives on
+objects are written down.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import Requests
 from mega_rl.fleet.tickets import held_out
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.rollout.collect import handed_trajectories
+from mega_rl.rewards.pool import node
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling import sampling
 from mega_rl.stages.sampling.fleet_batches import Fleet
@@ -83,7 +84,7 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
     arguments = arguments[is_changed:]
     if has_nodes := arguments[0] == "--nodes":
         arguments = arguments[1:]
-        handed_trajectories.machine = lambda: f"machine {dist.get_rank()}"
+        node.machine = lambda: f"machine {os.environ['RANK']}"
     if arguments[0] == "--counted":
         counted_collectives.watch(Path(arguments[1]))
         arguments = arguments[2:]

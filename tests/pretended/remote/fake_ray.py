@@ -31,7 +31,8 @@ from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
 from mega_rl.rollout.remote.fleet.nodes import Arrival
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.load_checks import LoadChecks
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, WantedVersion
+from mega_rl.rollout.store_form import StoreForm
 from mega_rl.types import Trajectory
 from tests.distributed.bridge.test_bridge_execute import local_parameters
 from tests.pretended.tokens import first_logprobs

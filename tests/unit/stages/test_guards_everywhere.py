@@ -39,6 +39,7 @@ from mega_rl.stages.learn.gate_watch import GateWatch
 from mega_rl.stages.weights.engine_probe import EngineProbe, FleetProbe
 from mega_rl.stages.weights.weight_sync import Pushed
 from mega_rl.types import Prompt, Sample, Score, Span, Trajectory
+from tests.pretended.owners import not_handed
 from tests.pretended.remote.fake_ray import PROOFS, FakeRay, Worker, executor_on
 from tests.pretended.tokens import first_logprobs
 from tests.unit.rollout.test_sinks import SHAPE, Worker as LoadedWorker, elsewhere, load_proof, swapped_halves, weights
@@ -284,7 +285,7 @@ def fleet(patch: pytest.MonkeyPatch, run: Run, steps: range) -> None:
                     stored[step + 1] = StoredVersion(step + 1, 2, PROOFS)
                     committed = thread.committed(step + 1, 60.0)
                     assert committed is not None
-                    run.state = json.dumps(encoded(*committed))
+                    run.state = json.dumps(encoded(*committed, not_handed))
 
 
 def scored(key: Key, trajectory: Trajectory) -> Future[Score]:

@@ -41,9 +41,9 @@ def test_an_owner_has_what_an_engine_handed_over_and_rank_0_what_it_decides_by(o
     for sample in (0, 1):
         told = hand_over(trajectory(sample), owners.addresses, 3, 4, sample)
         assert isinstance(told, HandedTrajectory) and told.summary == trajectory(sample).summary(*told.summary.key)
-        assert told.summary.owner == sample and (told.text, told.num_sampled) == (f"text {sample}", 30)
+        assert (told.summary.owner, told.num_sampled) == (sample, 30)
         assert (told.episode, told.oldest_version) == (trajectory().episode, 5)
-        assert len(pickle.dumps(told)) < 1000 < LAYERS * CHOSEN * 30, "bytes that rank 0 is sent"
+        assert len(pickle.dumps(told)) < 500 < LAYERS * CHOSEN * 30, "bytes that rank 0 is sent"
         assert owners.whole(told) == trajectory(sample)
         store = TrajectoryStore(ParallelLayout.create(1), 0)
         store.owners = owners.addresses

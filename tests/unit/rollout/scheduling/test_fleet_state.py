@@ -48,7 +48,7 @@ def test_the_longest_are_saved_where_there_are_too_many(monkeypatch: pytest.Monk
 def test_a_trajectory_that_another_rank_owns_is_written_whole() -> None:
     prompt = Prompt(4, (8, 9), "", "", "test")
     whole = Trajectory.single_turn(prompt, 0, [3, 2], [-0.5, -0.25], "b", "stop", 5)
-    told = HandedTrajectory(whole.summary(3, 17), prompt, "b")
+    told = HandedTrajectory(whole.summary(3, 17))
     row = {"ticket": 0, "is_kept": None, "results": {0: told}, "prefixes": {}}
     found = {"format": 1, "trained": 6, "steps": {6: [row]}}
     asked: list[Response] = []
