@@ -330,6 +330,18 @@ def rest(draft: Draft) -> None:
         draft.set("logging.wandb_project", str(draft.word("wandb_project")), ["report_to", "wandb_project"])
 
 
+def prompts(draft: Draft) -> None:
+    """The system message, which may be a file there, and the answers that are learnt from."""
+    text, scale = draft.word("system"), draft.word("loss_scale")
+    if isinstance(text, str) and text.endswith(".txt"):
+        draft.lack(["system"], "other_word", "a file; give its text as data.system_prompt")
+    elif text is not None:
+        draft.set("data.system_prompt", str(text), ["system"])
+    if draft.stage == "sft" and scale not in (None, "default"):
+        draft.lack(["loss_scale"], "loss_mask", shown(scale))
+    draft.note("loss_scale", "same", "as it is here")
+
+
 def files(draft: Draft) -> None:
     """Names of data sets, with how many rows of each are read behind ``#``."""
     for key, ours, name in (("dataset", "train_files", "train"), ("val_dataset", "val_files", "test")):
@@ -354,6 +366,7 @@ RULES: dict[str, Rule] = {
     "batches": batches,
     "loss": loss,
     "rewards": rewards,
+    "prompts": prompts,
     "files": files,
     "rest": rest,
 }

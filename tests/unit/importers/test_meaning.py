@@ -285,6 +285,15 @@ def test_data_sets_that_need_different_rewards_get_none() -> None:
     assert [reward["name"] for reward in one.rewards] == ["gsm8k"]
 
 
+def test_what_swift_reads_from_a_file_and_learns_from() -> None:
+    given = {"model": "m", "system": "prompt.txt", "loss_scale": "last_round"}
+    draft = imported("swift", given)
+    assert {key for key, outcome in draft.outcomes.items() if outcome.became == "none"} == {"system", "loss_scale"}
+    given = {"rlhf_type": "dpo", "system": "Think.", "loss_scale": "last_round"}
+    draft = imported("swift", given)
+    assert draft.result["data.system_prompt"] == "Think." and draft.outcomes["loss_scale"].became == "same"
+
+
 @pytest.mark.parametrize(
     ("neighbour", "given", "dtype"),
     [
