@@ -26,7 +26,7 @@ SUFFIXES = {
     "trl": (".yaml", ".py"),
     "openrlhf": (".sh",),
     "slime": (".sh",),
-    "swift": (".sh",),
+    "swift": (".sh", ".yaml"),
 }  # others: YAML
 OUTCOMES = {"mapped": "set", "same": "needless", "none": "no counterpart", "unknown": "unknown"}
 

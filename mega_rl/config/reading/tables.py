@@ -169,7 +169,7 @@ def key_lines(name: str, language: str) -> list[str]:
         text = text or ", ".join(f"{word}: {now}" for word, now in entry.words.items() if word != now)
         off = f" ({', '.join(map(_yaml_word, entry.off))})" if entry.off else ""
         lines.append(f"{theirs} -> {ours}" + (f"  # {text}{off}" if text else ""))
-    return lines + [f"{old} -> {now}" for old, now in sorted(table(name).aliases.items())]
+    return lines + [f"{old} -> {now}".rstrip() for old, now in sorted(table(name).aliases.items())]
 
 
 def metric_lines(name: str) -> list[str]:

@@ -312,8 +312,7 @@ def rest(draft: Draft) -> None:
     for rule in ("recompute", "offload"):
         for key in keys_of(rule):
             draft.note(key, "same", "off, as here") if not draft.get(key) else None
-    if not draft.has("use_vllm", "vllm_mode"):
-        draft.result.pop("rollout.placement", None)
+    _engines(draft)
     parts = {"offload_model": ["weights", "gradients"], "offload_optimizer": ["optimizer"]}
     on_host = bool(draft.result.get("memory.optimizer_on_host"))
     chosen = [part for key, names in parts.items() if draft.get(key) for part in names]
@@ -333,6 +332,12 @@ def rest(draft: Draft) -> None:
 def prompts(draft: Draft) -> None:
     """The system message, which may be a file there, and the answers that are learnt from."""
     text, scale = draft.word("system"), draft.word("loss_scale")
+    told = draft.given.environment.get("MAX_PIXELS", "")
+    pixels = draft.count("max_pixels", "ENV.MAX_PIXELS", default=int(told) if told.isdigit() else None)
+    if pixels:
+        draft.set("data.max_pixels", pixels, keys_of("pictures"))
+    for key in keys_of("pictures"):
+        draft.note(key, "same", "no limit of its own")
     if isinstance(text, str) and text.endswith(".txt"):
         draft.lack(["system"], "other_word", "a file; give its text as data.system_prompt")
     elif text is not None:
@@ -340,6 +345,22 @@ def prompts(draft: Draft) -> None:
     if draft.stage == "sft" and scale not in (None, "default"):
         draft.lack(["loss_scale"], "loss_mask", shown(scale))
     draft.note("loss_scale", "same", "as it is here")
+
+
+def _engines(draft: Draft) -> None:
+    """Through Ray, engines have devices of their own unless a group shares them."""
+    devices, groups = draft.count("rollout_gpus"), draft.get("colocate_groups", default=[])
+    is_shared = any("train" in as_list(group) and "rollout" in as_list(group) for group in as_list(groups))
+    if not draft.has("use_vllm", "vllm_mode", "rollout_gpus"):
+        draft.result.pop("rollout.placement", None)
+    elif devices and not is_shared:
+        draft.set("rollout.placement", "separate", ["rollout_gpus"])
+        number = max(1, devices // (draft.count("vllm_tensor_parallel_size", default=1) or 1))
+        draft.set("rollout.num_engines", number, ["rollout_gpus"])
+    elif devices:
+        draft.set("rollout.placement", "colocated", ["rollout_gpus", "colocate_groups"])
+    for key in ("rollout_gpus", "colocate_groups"):
+        draft.note(key, "same", "engines and trainer share nothing else")
 
 
 def files(draft: Draft) -> None:

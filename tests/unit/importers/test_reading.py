@@ -100,7 +100,7 @@ def test_arrays_and_launchers_of_ray() -> None:
 SWIFT = """
 # swift rollout --model m
 CUDA_VISIBLE_DEVICES=0 swift rollout --model other --vllm_data_parallel_size 2
-NPROC_PER_NODE=4 \\
+NPROC_PER_NODE=4 MAX_PIXELS=50176 \\
 megatron rlhf --rlhf_type grpo --model m --dataset 'a/b#1000' --global_batch_size 64 --max_length 512
 """
 
@@ -109,8 +109,19 @@ def test_commands_of_swift_that_train_nothing_are_left_out() -> None:
     given = read(SWIFT)
     assert given.program == ["megatron", "rlhf"] and given.values["model"] == "m"
     draft = convert("swift", given)
-    assert draft.num_devices == 4 and draft.result["data.train_files"] == ["data/b/train.jsonl"]
+    assert draft.num_devices == 4 and draft.result["data.max_pixels"] == 50176
+    assert draft.result["data.train_files"] == ["data/b/train.jsonl"]
     assert draft.outcomes["dataset"].became == "none" and "a/b#1000" in draft.outcomes["dataset"].text
+
+
+@pytest.mark.parametrize(("groups", "placement"), [([["train", "rollout"]], "colocated"), (None, "separate")])
+def test_sections_of_swift_through_ray(groups: Any, placement: str) -> None:
+    given = {"rlhf_type": "grpo", "global_batch_size": 16, "train.gpus": 4, "train.tuner_type": "lora"}
+    given |= {"rollout.gpus": 8, "rollout.vllm_tensor_parallel_size": 2, "colocate_groups": groups}
+    draft = convert("swift", Given(given))
+    assert draft.num_devices == 4 and draft.result["tuning.method"] == "lora"
+    assert draft.result["rollout.placement"] == placement
+    assert draft.result.get("rollout.num_engines") == (4 if placement == "separate" else None)
 
 
 def test_what_a_script_computes_is_asked_for_and_taken() -> None:
