@@ -148,6 +148,11 @@ def introduce(connection: Any, key: bytes) -> None:
     connection.recv_bytes(len(WELCOME))
 
 
+def submission(number: int, samples: Sequence[bytes], owned: int | None) -> bytes:
+    """What is said before samples that are submitted; ``owned``: see `RemotePool.submit_owned`."""
+    return json.dumps({"number": number, "num_samples": len(samples), "owned": owned}).encode()
+
+
 class RemotePool:
     """The workers that another rank owns. Whoever submits does not wait for that rank, whatever it does."""
 
@@ -190,8 +195,7 @@ class RemotePool:
         with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too
             while (work := self._to_send.get()) is not None:
                 number, samples, owned = work
-                header = {"number": number, "num_samples": len(samples), "owned": owned}
-                self._connection.send_bytes(json.dumps(header).encode())
+                self._connection.send_bytes(submission(number, samples, owned))
                 for sample in samples:
                     self._connection.send_bytes(sample)
 
