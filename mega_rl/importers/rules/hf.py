@@ -83,6 +83,7 @@ def batches(draft: Draft) -> None:
         samples = set_global_batch(draft, keys, per_device, accumulation)
         rounds = draft.count("steps_per_generation", default=accumulation) or accumulation
         generated = draft.count("generation_batch_size") or samples * rounds // accumulation
+        generated = max(generated, samples)  # an optimizer step may take several rounds of sampling
         per_prompt = 1 if has_critic(draft) else draft.count("num_generations", default=8) or 8
         draft.set("data.train_batch_size", exact(generated, per_prompt, "data.train_batch_size", draft), keys)
         draft.set("algorithm.minibatches_per_step", exact(generated, samples, "minibatches_per_step", draft), keys)

@@ -157,10 +157,11 @@ def batches(draft: Draft) -> None:
         spans = 1 if is_megatron(draft) else draft.count("gradient_accumulation_steps", default=1) or 1
         rounds = draft.count("steps_per_generation", default=spans) or spans
         generated = draft.count("generation_batch_size", default=sequences * rounds // spans) or sequences
+        generated = max(generated, sequences)  # an optimizer step may take several rounds of sampling
         per_prompt = draft.count("num_generations", default=8) or 8
         keys += ["steps_per_generation", "generation_batch_size"]
         draft.set("data.train_batch_size", exact(generated, per_prompt, "data.train_batch_size", draft), keys)
-        updates = exact(generated, min(sequences, generated), "algorithm.minibatches_per_step", draft)
+        updates = exact(generated, sequences, "algorithm.minibatches_per_step", draft)
         draft.set("algorithm.minibatches_per_step", updates, keys)
     megatron.tokens(draft, ["micro_batch_size"], None, micro * sequences_per_row(draft), longest)
     _steps(draft)

@@ -208,6 +208,7 @@ def trl(given: Mapping[str, Any], devices: int) -> Meaning:
     samples = get("per_device_train_batch_size") * get("gradient_accumulation_steps") * devices
     rounds = get("steps_per_generation") or get("gradient_accumulation_steps")
     generated = get("generation_batch_size") or get("per_device_train_batch_size") * devices * rounds
+    generated = max(generated, samples)  # accumulated over several rounds of sampling, with the same weights
     warm = given.get("warmup_ratio", 0.0) if not get("warmup_steps") else get("warmup_steps")
     high = get("epsilon") if get("epsilon_high") is None else get("epsilon_high")
     # CISPO's bound is the largest weight itself, and it has no lower one.
@@ -360,11 +361,11 @@ def swift(given: Mapping[str, Any], devices: int) -> Meaning:
         spans = get("gradient_accumulation_steps") or 1
         context = get("sequence_parallel_size")
         sequences = get("per_device_train_batch_size") * spans * devices // context
-        rounds = (get("steps_per_generation") or spans) / spans
+        rounds = max(1, (get("steps_per_generation") or spans) / spans)  # several rounds may be accumulated
         rate = (get("learning_rate") or (1e-5 if get("tuner_type") == "full" else 1e-4), 0.0, get("lr_scheduler_type"))
         share, iterations, sizes = get("warmup_ratio") or None, get("warmup_steps"), (1, 1, context, 1)
         epsilon = get("adam_epsilon")
-    generated = int(sequences * rounds)
+    generated = max(get("generation_batch_size") or int(sequences * rounds), sequences)
     high = get("epsilon") if get("epsilon_high") is None else get("epsilon_high")
     kind, by_sequence = get("loss_type") or "grpo", get("importance_sampling_level") == "sequence"
     reductions = {"grpo": "sequence_mean", "dr_grpo": "sequence_mean_token_sum_norm"}
@@ -385,7 +386,7 @@ def swift(given: Mapping[str, Any], devices: int) -> Meaning:
         sampling=(n, get("temperature")),
         validation=(1, 1.0),
         is_tower_trained=not get("freeze_vit"),
-        saves=max(1, round(get("save_steps") * sequences / generated)),
+        saves=max(1, round(get("save_steps") * sequences / generated)) if get("save_strategy") == "steps" else None,
     )
 
 

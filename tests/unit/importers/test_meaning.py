@@ -67,8 +67,9 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
         "ds.tensor_parallel_size": [2], "ckpt.save_steps": [-1, 20], "actor.freeze_visual_encoder": [True],
     },
     "trl": {
-        "per_device_train_batch_size": [4, 16], "gradient_accumulation_steps": [2, 4], "steps_per_generation": [4, 8],
-        "num_generations": [4, 16], "max_completion_length": [2048], "temperature": [0.7], "beta": [0.04],
+        "per_device_train_batch_size": [4, 16], "gradient_accumulation_steps": [2, 4],
+        "steps_per_generation": [1, 4, 8], "num_generations": [4, 16], "max_completion_length": [2048],
+        "temperature": [0.7], "beta": [0.04],
         "loss_type": ["grpo", "dr_grpo", "dapo", "cispo"], "epsilon": [0.3], "epsilon_high": [5.0], "delta": [4.0],
         "learning_rate": [2e-6], "warmup_ratio": [0.1], "warmup_steps": [10], "adam_beta2": [0.95],
         "lr_scheduler_type": ["constant", "cosine"], "weight_decay": [0.1], "save_strategy": ["no"], "save_steps": [64],
@@ -139,8 +140,9 @@ def test_files_mean_the_same(neighbour: str) -> None:
 
 
 SWIFT = {
-    "per_device_train_batch_size": [2, 4], "gradient_accumulation_steps": [2, 4], "steps_per_generation": [4, 8],
-    "sequence_parallel_size": [2], "learning_rate": [1e-6], "warmup_ratio": [0.05], "warmup_steps": [10],
+    "per_device_train_batch_size": [2, 4], "gradient_accumulation_steps": [2, 4], "steps_per_generation": [1, 4, 8],
+    "sequence_parallel_size": [2], "generation_batch_size": [32], "save_strategy": ["no"],
+    "learning_rate": [1e-6], "warmup_ratio": [0.05], "warmup_steps": [10],
     "lr_scheduler_type": ["constant", "linear"], "tuner_type": ["full"], "beta": [0.0, 0.01], "adam_epsilon": [1e-7],
 }  # fmt: skip
 
