@@ -85,6 +85,7 @@ def batches(draft: Draft) -> None:
         samples = set_global_batch(draft, keys, per_device, accumulation)
         rounds = draft.count("steps_per_generation", default=accumulation) or accumulation
         generated = draft.count("generation_batch_size") or samples * rounds // accumulation
+        generated = max(generated, samples)  # an optimizer step may take several rounds of sampling
         per_prompt = 1 if has_critic(draft) else draft.count("num_generations", default=8) or 8
         draft.set("data.train_batch_size", exact(generated, per_prompt, "data.train_batch_size", draft), keys)
         draft.set("algorithm.minibatches_per_step", exact(generated, samples, "minibatches_per_step", draft), keys)
@@ -110,10 +111,10 @@ def steps(draft: Draft) -> None:
         lr = float(draft.result.get("optimizer.lr") or 0.0)
         floor = float(options.get("min_lr", float(options.get("min_lr_rate") or 0.0) * lr) or 0.0)
         draft.set("optimizer.min_lr", floor, ["lr_scheduler_kwargs"])
-    _intervals(draft, per_step)
+    intervals(draft, per_step)
 
 
-def _intervals(draft: Draft, per_step: int) -> None:
+def intervals(draft: Draft, per_step: int) -> None:
     for name, ours in (("save", "checkpoint.save_freq"), ("eval", "validation.test_freq")):
         steps_key = f"{name}_steps"
         strategies = (f"{name}_strategy", "evaluation_strategy") if name == "eval" else (f"{name}_strategy",)

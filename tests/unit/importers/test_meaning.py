@@ -33,6 +33,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "llamafactory": {"stage": "sft", "finetuning_type": "full", "model_name_or_path": "m"},
     "mindspeed_rl": {"megatron_training.global_batch_size": 64, "actor_config.lr": 1e-6,
                      "actor_config.micro_batch_size": 2},
+    "swift": {"rlhf_type": "grpo", "max_length": 1024, "global_batch_size": 64, "tuner_type": "full"},
+    "slime": {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "rollout_max_response_len": 1024},
 }  # fmt: skip
 DRAWN: dict[str, dict[str, list[Any]]] = {
     "verl": {
@@ -72,8 +74,9 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
         "ds.tensor_parallel_size": [2], "ckpt.save_steps": [-1, 20], "actor.freeze_visual_encoder": [True],
     },
     "trl": {
-        "per_device_train_batch_size": [4, 16], "gradient_accumulation_steps": [2, 4], "steps_per_generation": [4, 8],
-        "num_generations": [4, 16], "max_completion_length": [2048], "temperature": [0.7], "beta": [0.04],
+        "per_device_train_batch_size": [4, 16], "gradient_accumulation_steps": [2, 4],
+        "steps_per_generation": [1, 4, 8], "num_generations": [4, 16], "max_completion_length": [2048],
+        "temperature": [0.7], "beta": [0.04],
         "loss_type": ["grpo", "dr_grpo", "dapo", "cispo"], "epsilon": [0.3], "epsilon_high": [5.0], "delta": [4.0],
         "learning_rate": [2e-6], "warmup_ratio": [0.1], "warmup_steps": [10], "adam_beta2": [0.95],
         "lr_scheduler_type": ["constant", "cosine"], "weight_decay": [0.1], "save_strategy": ["no"], "save_steps": [64],
@@ -101,6 +104,29 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
         "rl_config.init_kl_coef": [0, 0.001], "rl_config.kl_penalty": ["kl", "low_var_kl"],
         "rl_config.filter_groups_enable": [True], "rl_config.filter_groups_train_batch_size": [32],
     },
+    "swift": {
+        "global_batch_size": [128], "steps_per_generation": [1, 4], "num_generations": [4, 16], "max_length": [4096],
+        "max_completion_length": [2048], "temperature": [0.7], "beta": [0.0, 0.001], "epsilon": [0.1],
+        "epsilon_high": [0.28], "delta": [4.0], "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo"],
+        "importance_sampling_level": ["token", "sequence"], "lr": [1e-6], "min_lr": [1e-7],
+        "lr_decay_style": ["constant", "linear"], "lr_warmup_fraction": [0.05], "lr_warmup_iters": [10],
+        "adam_beta2": [0.99], "adam_eps": [1e-7], "weight_decay": [0.01], "tensor_model_parallel_size": [2],
+        "pipeline_model_parallel_size": [2], "context_parallel_size": [2], "expert_model_parallel_size": [4],
+        "freeze_vit": [True, False], "save_steps": [64], "tuner_type": ["lora"],
+    },
+    "slime": {
+        "rollout_batch_size": [64], "global_batch_size": [128, 256], "num_steps_per_rollout": [2],
+        "rollout_max_response_len": [8192], "rollout_max_context_len": [16384], "rollout_max_prompt_len": [512],
+        "rollout_temperature": [0.8], "eval_temperature": [0.0, 0.6], "eval_top_k": [1, -1],
+        "n_samples_per_eval_prompt": [16], "advantage_estimator": ["grpo", "gspo", "cispo"], "eps_clip": [0.1, 1.0],
+        "eps_clip_high": [0.28, 4.0], "eps_clip_c": [3.0], "use_kl_loss": [True], "kl_loss_coef": [0.0, 0.001],
+        "kl_loss_type": ["k1", "k2", "k3", "low_var_kl"], "kl_coef": [0.01], "calculate_per_token_loss": [True],
+        "lr": [5e-6], "min_lr": [1e-7], "lr_decay_style": ["constant", "cosine"], "lr_warmup_fraction": [0.1],
+        "lr_warmup_iters": [10], "adam_beta2": [0.98], "adam_eps": [1e-6], "weight_decay": [0.1],
+        "tensor_model_parallel_size": [2], "pipeline_model_parallel_size": [2], "context_parallel_size": [2],
+        "expert_model_parallel_size": [8], "expert_tensor_parallel_size": [1], "save_interval": [20],
+        "rollout_shuffle": [True], "use_tis": [True], "colocate": [True],
+    },
 }  # fmt: skip
 
 
@@ -118,6 +144,25 @@ def test_files_mean_the_same(neighbour: str) -> None:
             given["epsilon_high"] = 5.0
         wanted = INTERPRETERS[neighbour](given, DEVICES)
         assert differing(ours(imported(neighbour, given).result), wanted) == {}, given
+
+
+SWIFT = {
+    "per_device_train_batch_size": [2, 4], "gradient_accumulation_steps": [2, 4], "steps_per_generation": [1, 4, 8],
+    "sequence_parallel_size": [2], "generation_batch_size": [32], "save_strategy": ["no"],
+    "learning_rate": [1e-6], "warmup_ratio": [0.05], "warmup_steps": [10],
+    "lr_scheduler_type": ["constant", "linear"], "tuner_type": ["full"], "beta": [0.0, 0.01], "adam_epsilon": [1e-7],
+}  # fmt: skip
+
+
+def test_swift_without_megatron_means_the_same() -> None:
+    draw = random.Random("swift")
+    for _ in range(200):
+        chosen = draw.sample(list(SWIFT), draw.randint(0, len(SWIFT)))
+        given = {"rlhf_type": "grpo", "max_length": 512, "num_generations": 4, "per_device_train_batch_size": 8}
+        given |= {key: draw.choice(SWIFT[key]) for key in chosen}
+        if "warmup_ratio" in given:
+            given.pop("warmup_steps", None)  # they refuse both
+        assert differing(ours(imported("swift", given).result), INTERPRETERS["swift"](given, DEVICES)) == {}, given
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "low_var_kl+", "k3", "k3+", "k1+", "kl+", "mse", "mse+", "k2"])
@@ -339,6 +384,15 @@ def test_a_data_set_that_is_not_known_gets_no_reward_of_another() -> None:
 def test_the_reward_of_gsm8k_of_areal_reads_a_box() -> None:
     given = FIXED["areal"] | {"train_dataset.path": "openai/gsm8k"}
     assert scored(imported("areal", given).rewards, "openai/gsm8k", BOX % 7) == 1.0
+
+
+def test_what_swift_reads_from_a_file_and_learns_from() -> None:
+    given = {"model": "m", "system": "prompt.txt", "loss_scale": "last_round"}
+    draft = imported("swift", given)
+    assert {key for key, outcome in draft.outcomes.items() if outcome.became == "none"} == {"system", "loss_scale"}
+    given = {"rlhf_type": "dpo", "system": "Think.", "loss_scale": "last_round"}
+    draft = imported("swift", given)
+    assert draft.result["data.system_prompt"] == "Think." and draft.outcomes["loss_scale"].became == "same"
 
 
 @pytest.mark.parametrize(
