@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from mega_rl.config.reading.tables import table
+from mega_rl.config.schema.data_file import bounded
 from mega_rl.errors import shown
 from mega_rl.importers.draft.draft import Draft, Rule, Stage
 from mega_rl.importers.draft.units import as_list, exact, set_global_batch
@@ -372,13 +373,16 @@ def files(draft: Draft) -> None:
             plain, _, limit = part.partition("#")
             plain = plain.partition(":")[0]
             is_file = plain.endswith((".json", ".jsonl", ".parquet"))
-            made.append(plain if is_file else f"data/{plain.rstrip('/').rpartition('/')[2]}/{name}.jsonl")
+            file = plain if is_file else f"data/{plain.rstrip('/').rpartition('/')[2]}/{name}.jsonl"
+            made.append(bounded(file, int(limit)) if limit.isdecimal() and int(limit) else file)
             limits += [part] if limit else []
         if made:
             draft.set(f"data.{ours}", made, [key])
             draft.notes.append(f"data.{ours}: nothing is downloaded; put the data there, or name your files")
         if limits:
-            draft.lack([key], "row_limit", ", ".join(limits))
+            draft.notes.append(
+                f"data.{ours}: {', '.join(limits)}: the first rows here; theirs are drawn, and repeated if too few"
+            )
 
 
 RULES: dict[str, Rule] = {

@@ -18,8 +18,7 @@ from mega_rl.importers.draft.units import (
     set_warmup,
 )
 from mega_rl.importers.rules.learned import set_stage
-from mega_rl.importers.rules.verl_data import rewards, rows
-from mega_rl.importers.rules.verl_learned import adapter, critic, reward_model
+from mega_rl.importers.rules.verl_learned import adapter, critic, reward_model, rewards, rows
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 MEGATRON = f"{ACTOR}megatron."

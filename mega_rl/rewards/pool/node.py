@@ -148,18 +148,15 @@ def introduce(connection: Any, key: bytes) -> None:
     connection.recv_bytes(len(WELCOME))
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What another rank is asked for."""
+def submission(number: int, samples: Sequence[bytes], owned: int | None, rewards: Sequence[int] | None = None) -> bytes:
+    """What is said before samples that are submitted.
 
-    owned: int | None = None  # see `RemotePool.submit_owned`; None: for the samples that follow
-    rewards: Sequence[int] | None = None  # that score these, see `Pool.submit`
-
-
-def submission(number: int, samples: Sequence[bytes], asked: Asked) -> bytes:
-    """What is said before samples that are submitted."""
-    rewards = {} if asked.rewards is None else {"rewards": list(asked.rewards)}
-    return json.dumps({"number": number, "num_samples": len(samples), "owned": asked.owned, **rewards}).encode()
+    Args:
+        owned: see `RemotePool.submit_owned`.
+        rewards: see `Pool.submit`.
+    """
+    of_some = {} if rewards is None else {"rewards": list(rewards)}
+    return json.dumps({"number": number, "num_samples": len(samples), "owned": owned, **of_some}).encode()
 
 
 class RemotePool:
@@ -173,19 +170,21 @@ class RemotePool:
         self._open: dict[int, Future[Answers]] = {}  # without an answer
         self._is_lost = False
         self._loss, self._connection = loss, connection
-        self._to_send: SimpleQueue[tuple[int, Sequence[bytes], Asked] | None] = SimpleQueue()
+        self._to_send: SimpleQueue[tuple[int, Sequence[bytes], int | None, Sequence[int] | None] | None] = SimpleQueue()
         for work in (self._send, self._receive):
             threading.Thread(target=work, daemon=True).start()
 
     def submit(self, samples: Sequence[bytes], rewards: Sequence[int] | None = None) -> Future[Answers]:
         """See `Pool.submit`."""
-        return self._submit(samples, Asked(rewards=rewards))
+        return self._submit(samples, None, rewards)
 
     def submit_owned(self, number: int) -> Future[Answers]:
         """Have the owner of the workers submit what it owns under a number."""
-        return self._submit((), Asked(number))
+        return self._submit((), number)
 
-    def _submit(self, samples: Sequence[bytes], asked: Asked) -> Future[Answers]:
+    def _submit(
+        self, samples: Sequence[bytes], owned: int | None, rewards: Sequence[int] | None = None
+    ) -> Future[Answers]:
         result: Future[Answers] = Future()
         with self._lock:
             if self._is_lost:
@@ -193,7 +192,7 @@ class RemotePool:
                 return result
             number = next(self._numbers)
             self._open[number] = result
-            self._to_send.put((number, samples, asked))
+            self._to_send.put((number, samples, owned, rewards))
         return result
 
     def close(self) -> None:
@@ -203,8 +202,8 @@ class RemotePool:
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too
             while (work := self._to_send.get()) is not None:
-                number, samples, asked = work
-                self._connection.send_bytes(submission(number, samples, asked))
+                number, samples, owned, rewards = work
+                self._connection.send_bytes(submission(number, samples, owned, rewards))
                 for sample in samples:
                     self._connection.send_bytes(sample)
 
