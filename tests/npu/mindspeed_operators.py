@@ -1,6 +1,6 @@
 """MindSpeed on pretended devices: its functions are counted, and what it compiles for CANN has stand-ins.
 
-Called by ``imports.py`` for the modules of MindSpeed, real or pretended (``tests/pretended/mindspeed.py``). A count
+Called by ``imports.py`` for the modules of MindSpeed, real or pretended (``tests/npu/pretended_mindspeed.py``). A count
 stands in ``kernels.counts`` under the namespace ``mindspeed``. The stand-ins are written from MindSpeed's pages of
 these functions, and call the operator of torch_npu that computes the same.
 """

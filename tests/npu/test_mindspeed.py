@@ -2,8 +2,8 @@
 
 ``make test-npu MINDSPEED=CHECKOUT`` runs it with the real MindSpeed, whose adaptor patches Megatron-core too and whose
 Adam then makes the steps. Otherwise a package stands in that has its operators' names and arguments
-(``tests/pretended/mindspeed.py``): what is shown then is that mega_rl finds, calls and counts them rightly. What both
-compute comes from the same stand-ins of kernels.
+(``pretended_mindspeed.py``): what is shown then is that mega_rl finds, calls and counts them rightly. What both compute
+comes from the same stand-ins of kernels.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from tests.launching.launch import run
 from tests.models import tiny_models
 from tests.models.layouts import Case
+from tests.npu import pretended_mindspeed as pretended
 from tests.npu.figures import NUM_STEPS, Figures
 from tests.npu.platforms import HAS_MINDSPEED, NEEDS_MINDSPEED, on_npu
 from tests.npu.test_training import NUM_LAYERS, PER_LAYER, largest_difference
-from tests.pretended import mindspeed as pretended
 
 HERE = Path(__file__).parent
 LIMIT = 1e-6  # float32; losses, norms relative

@@ -13,7 +13,7 @@ import pytest
 from mega_rl.platform.ascend.mindspeed_kernels import OFFERS
 from tests.contract.mindspeed_interface.record import COMPILED, RECORD, USED, compiled, functions
 from tests.launching.launch import REPO
-from tests.pretended import mindspeed as pretended
+from tests.npu import pretended_mindspeed as pretended
 
 RECORDED = json.loads(RECORD.read_text())
 

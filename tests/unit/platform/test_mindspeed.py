@@ -1,7 +1,7 @@
 """MindSpeed's keys and operators, tried on small packages that stand in for MindSpeed, which is on no package index.
 
 One registers features, parses a command line and patches as MindSpeed core_r0.16.0 does, the other
-(``tests/pretended/mindspeed.py``) has its operators; neither is MindSpeed.
+(``tests/npu/pretended_mindspeed.py``) has its operators; neither is MindSpeed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from mega_rl.platform.ascend import mindspeed, mindspeed_kernels
 from mega_rl.platform.contract import versions
 from mega_rl.platform.operators.npu_kernels import DIRECT, AscendOperators
 from tests.launching.launch import REPO, run
-from tests.npu import mindspeed_operators
+from tests.npu import mindspeed_operators, pretended_mindspeed as pretended
 from tests.npu.kernels import counts
 from tests.npu.recorder import RecordingTorchNpu
 from tests.operator_cases import OperatorCase, compare, operator_cases, outcome
-from tests.pretended import mindspeed as pretended
 
 FEATURES = """
 LAYER = "megatron.core.transformer.transformer_layer"
