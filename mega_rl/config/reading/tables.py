@@ -6,7 +6,7 @@ A key that is not among the exact ones takes the pattern with the longest text t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,16 @@ from typing import Any, Literal
 
 from mega_rl.config.reading.yaml_text import parse_yaml
 
-NEIGHBOURS = {"verl": "verl", "trl": "TRL", "llamafactory": "LLaMA-Factory", "areal": "AReaL", "openrlhf": "OpenRLHF"}
+NEIGHBOURS = {
+    "verl": "verl",
+    "trl": "TRL",
+    "llamafactory": "LLaMA-Factory",
+    "areal": "AReaL",
+    "openrlhf": "OpenRLHF",
+    "mindspeed_rl": "MindSpeed-RL",
+    "slime": "slime",
+    "swift": "ms-swift",
+}
 HERE = Path(__file__).resolve().parent
 Kind = Literal["set", "rules", "same", "none", "passed"]
 
@@ -27,7 +36,7 @@ class Entry:
     kind: Kind
     to: tuple[str, ...] = ()  # keys of ours
     words: dict[Any, Any] = field(default_factory=dict)  # kind set: their word -> ours; empty: as it is
-    reason: str = ""  # kinds rules, same and none: the sentence in reasons.yaml, and the name of the rule
+    reason: str = ""  # kinds rules, same and none: the sentence in reasons*.yaml, and the name of the rule
     off: tuple[Any, ...] = ()  # kind none: values that mean that the feature is off, so that nothing is missing
 
 
@@ -37,7 +46,7 @@ class Table:
 
     name: str
     entries: dict[str, Entry]
-    aliases: dict[str, str]  # earlier names of their keys
+    aliases: dict[str, str]  # earlier names of their keys, and sections that hold what another one does, with a dot
     metrics: dict[str, str]  # their name of a metric -> ours
 
     def find(self, key: str) -> Entry | None:
@@ -47,6 +56,11 @@ class Table:
         fits = [entry for pattern, entry in self.entries.items() if "*" in pattern and fnmatchcase(key, pattern)]
         passed = [entry for entry in self.entries.values() if entry.kind == "passed" and _below(key, entry.pattern)]
         return max(fits + passed, key=lambda entry: len(entry.pattern), default=None)
+
+    def renamed(self, key: str) -> str:
+        """The key under its present name, and in the section that it counts in."""
+        section, dot, last = key.partition(".")
+        return self.aliases.get(key) or self.aliases.get(section + dot, section + dot) + last
 
     def find_rule(self, name: str) -> list[str]:
         """The keys that a rule reads, in the order of the table."""
@@ -60,7 +74,7 @@ def _below(key: str, pattern: str) -> bool:
 @cache
 def reasons() -> dict[str, dict[str, dict[str, str]]]:
     """Kind -> name -> language (``en`` or ``zh``) -> sentence."""
-    tree: dict[str, dict[str, dict[str, str]]] = _read("reasons")
+    tree: dict[str, dict[str, dict[str, str]]] = _read("reasons") | _read("reasons_of_rules")
     return tree
 
 
@@ -73,6 +87,10 @@ def table(name: str) -> Table:
     """The table of a neighbour, by its name in ``NEIGHBOURS``."""
     tree = _read(name)
     entries = list(_entries(tree))
+    own = {entry.pattern for entry in entries}
+    for other, section in (tree.get("include") or {}).items():
+        taken = (replace(entry, pattern=section + entry.pattern) for entry in _entries(_read(other)))
+        entries += [entry for entry in taken if entry.pattern not in own]
     patterns = [entry.pattern for entry in entries]
     assert len(patterns) == len(set(patterns)), sorted({key for key in patterns if patterns.count(key) > 1})
     return Table(
@@ -151,7 +169,7 @@ def key_lines(name: str, language: str) -> list[str]:
         text = text or ", ".join(f"{word}: {now}" for word, now in entry.words.items() if word != now)
         off = f" ({', '.join(map(_yaml_word, entry.off))})" if entry.off else ""
         lines.append(f"{theirs} -> {ours}" + (f"  # {text}{off}" if text else ""))
-    return lines + [f"{old} -> {now}" for old, now in sorted(table(name).aliases.items())]
+    return lines + [f"{old} -> {now}".rstrip() for old, now in sorted(table(name).aliases.items())]
 
 
 def metric_lines(name: str) -> list[str]:

@@ -31,7 +31,8 @@ from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.partial import ResponsePiece
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.attached_store import AttachedStore
-from mega_rl.rollout.remote.weight_store import Location, RewrittenError, Store, StoreForm, WantedVersion
+from mega_rl.rollout.remote.weight_store import Location, RewrittenError, Store, WantedVersion
+from mega_rl.rollout.store_form import StoreForm
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
 from mega_rl.types import Response, Trajectory
@@ -330,8 +331,10 @@ class EngineProcess:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._workers)
         return LoadResult(int(found))
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return self.engine.first_logprobs(prompt_ids, temperature)
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        return self.engine.first_logprobs(prompt_ids, temperature, with_adapter)
 
 
 def episodes_on(engine: ProbedSampler, plan: EpisodePlan, tensor_rank: int, engine_size: int) -> EpisodeSampler:

@@ -31,7 +31,8 @@ from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
 from mega_rl.rollout.remote.fleet.nodes import Arrival
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.load_checks import LoadChecks
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, WantedVersion
+from mega_rl.rollout.store_form import StoreForm
 from mega_rl.types import Trajectory
 from tests.distributed.bridge.test_bridge_execute import local_parameters
 from tests.pretended.tokens import first_logprobs
@@ -185,8 +186,10 @@ class Worker:
         self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
         return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
 
-    def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return [first_logprobs(self.version, prompt_ids, temperature)]
+    def do_first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        return [first_logprobs(self.version if with_adapter else None, prompt_ids, temperature)]
 
     def do_rest(self) -> int:
         self.todo.clear()
