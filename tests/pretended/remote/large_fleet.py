@@ -28,8 +28,8 @@ from mega_rl.rollout.remote.weight_store import StoredVersion, StoreForm
 from mega_rl.rollout.scheduling import scheduler_thread
 from mega_rl.rollout.scheduling.scheduler_thread import Delivered, SchedulerThread
 from mega_rl.types import HandedTrajectory, Prompt, Response, Score, Trajectory
-from tests.pretended.owners import Owners
 from tests.pretended.remote.fake_ray import PROOFS, Answer, FakeRay, Worker, executor_on
+from tests.pretended.remote.owners import Owners
 
 STEP_S = 0.025  # of an engine
 EXPERTS = np.zeros((4, 48, 8), np.uint8)  # of the tokens of a response, where they are asked for

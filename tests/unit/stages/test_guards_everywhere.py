@@ -39,8 +39,8 @@ from mega_rl.stages.learn.gate_watch import GateWatch
 from mega_rl.stages.weights.engine_probe import EngineProbe, FleetProbe
 from mega_rl.stages.weights.weight_sync import Pushed
 from mega_rl.types import Prompt, Sample, Score, Span, Trajectory
-from tests.pretended.owners import not_handed
 from tests.pretended.remote.fake_ray import PROOFS, FakeRay, Worker, executor_on
+from tests.pretended.remote.owners import not_handed
 from tests.pretended.tokens import first_logprobs
 from tests.unit.rollout.test_sinks import SHAPE, Worker as LoadedWorker, elsewhere, load_proof, swapped_halves, weights
 

@@ -18,7 +18,7 @@ from mega_rl.rollout.collect import handed_trajectories
 from mega_rl.rollout.collect.handed_trajectories import OwnerAddress, hand_over
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.types import HandedTrajectory, Outcome, Prompt, Trajectory
-from tests.pretended.owners import Owners
+from tests.pretended.remote.owners import Owners
 
 LAYERS, CHOSEN = 48, 8
 

@@ -11,7 +11,7 @@ from mega_rl.rollout.partial import PartialResponse, piece_of
 from mega_rl.rollout.scheduling import fleet_state
 from mega_rl.rollout.scheduling.fleet_state import decoded, encoded
 from mega_rl.types import HandedTrajectory, Prompt, Response, Span, Trajectory
-from tests.pretended.owners import not_handed
+from tests.pretended.remote.owners import not_handed
 
 
 def partial_response(sample: int, num_tokens: int) -> PartialResponse:

@@ -26,7 +26,7 @@ from mega_rl.rollout.scheduling.fleet_state import decoded, encoded
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.fleet_engines import PretendedExecutor
-from tests.pretended.owners import not_handed
+from tests.pretended.remote.owners import not_handed
 
 MANY_LIVES = EngineLimits(slots=3, restarts=10_000)
 RULES = Rules(num_groups=2, group_size=2, total_steps=4, eta=1, budget=4)

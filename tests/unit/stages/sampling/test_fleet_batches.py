@@ -24,7 +24,7 @@ from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.sampling.ticket_requests import TicketScoring
 from mega_rl.stages.weights.engine_probe import NoEngine
 from mega_rl.types import Outcome, Prompt, Trajectory
-from tests.pretended.owners import not_handed
+from tests.pretended.remote.owners import not_handed
 
 
 class Prompts:
