@@ -62,8 +62,8 @@ from tests.models.rollout_support import (
     span_error,
     tiny_model,
 )
-from tests.pretended.adapted_model import AdaptedModel
 from tests.pretended.engine_process import sealed
+from tests.pretended.remote.adapted_model import AdaptedModel
 from tests.pretended.tokens import measured_temperatures
 
 MAX_MODEL_LEN = 384

@@ -24,8 +24,8 @@ from mega_rl.rollout.remote.weight_store import Store, check_room, take
 from mega_rl.rollout.store_form import ALIGNMENT, StoreForm
 from tests.distributed.bridge.test_bridge_execute import local_parameters
 from tests.models.families import CONTRACT
-from tests.pretended.adapted_model import AdaptedModel, adapted_form
 from tests.pretended.engine_process import sealed
+from tests.pretended.remote.adapted_model import AdaptedModel, adapted_form
 
 ENGINE_SIZE = 2
 SHAPE = parse_config(CONTRACT.config("qwen3_moe"), "qwen3_moe")
