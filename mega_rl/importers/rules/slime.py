@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from mega_rl.config.reading.tables import table
 from mega_rl.errors import shown
+from mega_rl.importers.draft import megatron
+from mega_rl.importers.draft.data_sets import add_rewards
 from mega_rl.importers.draft.draft import Draft, Rule
-from mega_rl.importers.draft.units import as_list, exact, guess_reward
-from mega_rl.importers.rules import megatron
+from mega_rl.importers.draft.units import as_list, exact
 from mega_rl.importers.rules.learned import AdapterKeys, CriticKeys, has_critic, set_adapter, set_critic, set_stage
 
 ADAPTER = AdapterKeys(
@@ -362,8 +363,8 @@ def files(draft: Draft) -> None:
         draft.note("rm_type", "mapped", f"rewards: {name}")
     elif kind:
         draft.lack(["rm_type"], "verifier", f"{shown(kind)} has none")
-    elif guessed := guess_reward(draft, listed):
-        draft.rewards.append({"name": guessed})
+    else:
+        add_rewards(draft, listed, pairs[1::2] or pairs)
 
 
 RULES: dict[str, Rule] = {
