@@ -6,9 +6,9 @@ from typing import Any
 
 from mega_rl.config.reading.tables import table
 from mega_rl.errors import shown
+from mega_rl.importers.draft import megatron
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import as_list, exact
-from mega_rl.importers.rules import megatron
 from mega_rl.importers.rules.learned import AdapterKeys, CriticKeys, has_critic, set_adapter, set_critic, set_stage
 
 ACTOR, RL, GENERATE, SAMPLING = "actor_config.", "rl_config.", "generate_config.", "generate_config.sampling_config."

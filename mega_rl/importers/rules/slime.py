@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mega_rl.config.reading.tables import table
 from mega_rl.errors import shown
+from mega_rl.importers.draft import megatron
 from mega_rl.importers.draft.data_sets import add_rewards
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import as_list, exact
-from mega_rl.importers.rules import megatron
 from mega_rl.importers.rules.learned import AdapterKeys, CriticKeys, has_critic, set_adapter, set_critic, set_stage
 
 ADAPTER = AdapterKeys(

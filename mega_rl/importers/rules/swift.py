@@ -8,9 +8,10 @@ from typing import Any
 from mega_rl.config.reading.tables import table
 from mega_rl.config.schema.data_file import bounded
 from mega_rl.errors import shown
+from mega_rl.importers.draft import megatron
 from mega_rl.importers.draft.draft import Draft, Rule, Stage
 from mega_rl.importers.draft.units import as_list, exact, set_global_batch
-from mega_rl.importers.rules import hf, megatron
+from mega_rl.importers.rules import hf
 from mega_rl.importers.rules.hf_learned import PAIR_LOSSES
 from mega_rl.importers.rules.learned import (
     AdapterKeys,
@@ -368,21 +369,21 @@ def _engines(draft: Draft) -> None:
 def files(draft: Draft) -> None:
     """Names of data sets, with how many rows of each are read behind ``#``."""
     for key, ours, name in (("dataset", "train_files", "train"), ("val_dataset", "val_files", "test")):
-        made, limits = [], []
+        made = []
         for part in (str(part) for part in as_list(draft.get(key))):
             plain, _, limit = part.partition("#")
             plain = plain.partition(":")[0]
             is_file = plain.endswith((".json", ".jsonl", ".parquet"))
             file = plain if is_file else f"data/{plain.rstrip('/').rpartition('/')[2]}/{name}.jsonl"
-            made.append(bounded(file, int(limit)) if limit.isdecimal() and int(limit) else file)
-            limits += [part] if limit else []
+            rows = int(limit) if limit.isdigit() else 0
+            made.append(bounded(file, rows) if rows else file)
+            if limit and not rows:
+                draft.lack([key], "other_word", f"{limit!r} rows of {plain}")
+            elif rows:
+                draft.notes.append(f"data.{ours}: the first {rows} rows of {file}; theirs are drawn at random")
         if made:
             draft.set(f"data.{ours}", made, [key])
             draft.notes.append(f"data.{ours}: nothing is downloaded; put the data there, or name your files")
-        if limits:
-            draft.notes.append(
-                f"data.{ours}: {', '.join(limits)}: the first rows here; theirs are drawn, and repeated if too few"
-            )
 
 
 RULES: dict[str, Rule] = {
