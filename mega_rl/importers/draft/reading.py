@@ -16,7 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.reading.yaml_text import parse_yaml
 from mega_rl.errors import InputError, shortened
-from mega_rl.importers.draft.words import MAX_CHARACTERS, UNKNOWN, expanded, shell_lines, variables
+from mega_rl.importers.draft.words import (
+    MAX_CHARACTERS,
+    UNKNOWN,
+    expanded,
+    shell_lines,
+    unknown_names,
+    variables,
+)
 
 _HYDRA = re.compile(r"^[+~]{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 _TOP = re.compile(r"^\+{0,2}([A-Za-z_]\w*)=(.*)$", re.DOTALL)
@@ -32,7 +39,9 @@ _OTHERS = frozenset(
 # Calls in Python whose keywords are no arguments of a training.
 _OTHER_CALLS = ("basicConfig", "GenerationConfig", "ProcessorConfig")
 # Flags of launchers, which stand before the program, take one value or none; all other flags take what follows them.
-_PROGRAM = re.compile(r"\.py$|^\w+(?:\.\w+)+$|^(?:trl|llamafactory-cli|areal|sft|grpo|dpo|kto|reward|rloo|train)$")
+_PROGRAM = re.compile(
+    r"\.py$|^[A-Za-z_]\w*(?:\.\w+)+$|^(?:trl|llamafactory-cli|areal|sft|grpo|dpo|kto|reward|rloo|train)$"
+)
 
 
 @dataclass
@@ -189,7 +198,7 @@ def _is_value(word: str) -> bool:
 def _put(given: Given, key: str, texts: list[str]) -> None:
     for text in texts:
         if UNKNOWN in text:
-            given.unresolved[key] = text.partition(UNKNOWN)[2]
+            given.unresolved[key] = ", ".join(unknown_names(text))
     values = [_parsed(text) for text in texts]
     if not values and key.startswith("no_"):
         given.put(key.removeprefix("no_"), False)

@@ -10,7 +10,7 @@ from typing import Any
 from mega_rl.errors import InputError
 from mega_rl.importers.draft.draft import Draft
 
-_SEES = re.compile(r"(?<![a-z])(?:vl|vlm|vision|omni|internvl\d*|llava)(?![a-z])", re.IGNORECASE)  # in names of models
+SEES = re.compile(r"(?<![a-z])(?:vl|vlm|vision|omni|internvl\d*|llava)(?![a-z])", re.IGNORECASE)  # in names of models
 _SHARDS = re.compile(r"z(?:ero)?(?:_stage=|[-_]?)3|fsdp", re.IGNORECASE)
 A_DAY = 86_400.0
 # What stands in the name of a data file or data set -> the reward for it.
@@ -97,7 +97,7 @@ def guess_reward(draft: Draft, names: Iterable[Any]) -> str | None:
 def set_vision(draft: Draft, key: str) -> None:
     """Whether the tower is trained: theirs is unless ``key`` says that it is frozen, ours only if it is told so."""
     is_frozen = bool(draft.get(key))
-    if not draft.has(key) and not _SEES.search(str(draft.result.get("model.path", ""))):
+    if not draft.has(key) and not SEES.search(str(draft.result.get("model.path", ""))):
         return
     draft.set("model.vision.freeze", is_frozen, [key])
     draft.set("model.vision.freeze_merger", is_frozen, [key])

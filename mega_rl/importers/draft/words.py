@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from mega_rl.errors import InputError, shortened
 
 LITERAL = "\ue000"  # stands for a dollar sign between single quotes, which expands nothing
-UNKNOWN = "\ue001"  # begins the name of a variable whose value the text does not hold
+UNKNOWN = "\ue001"  # stands on both sides of the name of a variable whose value the text does not hold
+COMMAND = "(...)"  # in the place of such a name: what a command prints
 _ENDS = ";|&\n"
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _OPERATORS = {
@@ -127,7 +128,7 @@ def variables(lines: list[list[str]]) -> dict[str, str]:
 
 
 def expanded(word: str, known: Mapping[str, str], depth: int = 0) -> str:
-    """The word with its variables; one that nobody sets is left as ``UNKNOWN`` and its name.
+    """The word with its variables; one that nobody sets, or that a command sets, is left as its name in ``UNKNOWN``.
 
     ``$HOME``, ``$USER`` and ``$PWD`` become what a configuration file calls them, ``${oc.env:HOME}``.
 
@@ -141,20 +142,34 @@ def expanded(word: str, known: Mapping[str, str], depth: int = 0) -> str:
         if found["sum"] is not None:
             return _arithmetic(found["sum"], known, depth)
         if found["command"] is not None:
-            return f"{UNKNOWN}(...)"
+            return f"{UNKNOWN}{COMMAND}{UNKNOWN}"
         name = found["plain"] or found["name"]
         if name in known:
-            return expanded(known[name], {key: value for key, value in known.items() if key != name}, depth + 1)
+            value = expanded(known[name], {key: value for key, value in known.items() if key != name}, depth + 1)
+            return value.replace(f"{UNKNOWN}{COMMAND}{UNKNOWN}", f"{UNKNOWN}{name}{UNKNOWN}")
         if found["default"] is not None:
             return expanded(found["default"].strip("\"'"), known, depth + 1)
         if name in "@*#" or name.isdigit():
             return ""
-        return f"${{oc.env:{name}}}" if name in ("HOME", "USER", "PWD") else UNKNOWN + name
+        return f"${{oc.env:{name}}}" if name in ("HOME", "USER", "PWD") else f"{UNKNOWN}{name}{UNKNOWN}"
 
     result = _EXPANSION.sub(put, word)
     if len(result) > MAX_VALUE:
         raise InputError(f"the shell text has {shortened(word)!r}, which becomes too long: shorten it")
     return result.replace(LITERAL, "$") if depth == 0 else result
+
+
+def unknown_names(text: str) -> list[str]:
+    """What stands in ``UNKNOWN`` in a word that ``expanded`` made."""
+    return list(dict.fromkeys(text.split(UNKNOWN)[1::2]))
+
+
+def without_unknown(text: str) -> str:
+    """The word without what is not known, and without the separators that stood between that and the rest."""
+    parts = (
+        part.strip("_-/. ") if place else part.rstrip("_-/. ") for place, part in enumerate(text.split(UNKNOWN)[::2])
+    )
+    return "_".join(part for part in parts if part)
 
 
 _EXPANSION = re.compile(
@@ -170,7 +185,7 @@ def _arithmetic(text: str, known: Mapping[str, str], depth: int) -> str:
     try:
         return str(_value(ast.parse(plain.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return f"{UNKNOWN}(({os.path.basename(text.strip())}))"
+        return f"{UNKNOWN}(({os.path.basename(text.strip()).replace(UNKNOWN, '')})){UNKNOWN}"
 
 
 def _value(node: ast.expr) -> int:

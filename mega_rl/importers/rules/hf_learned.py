@@ -192,8 +192,17 @@ def llamafactory_stage(draft: Draft) -> None:
         draft.lack(["stage"], "other_word", shown(given))
     if draft.get("model_class", default="llm") != "llm":
         draft.lack(["model_class"], "vision", shown(draft.get("model_class")))
-    if draft.stage != "rl":
-        draft.lack(("max_new_tokens", "temperature"), "evaluation")
+    for key in ("max_new_tokens", "temperature") if draft.stage != "rl" else ():
+        if draft.get("do_predict") or draft.get("predict_with_generate"):
+            draft.lack([key], "evaluation")
+        else:
+            draft.note(key, "same", "read by its prediction and its chat, which a training has none of")
+    seen = [name for name in as_list(draft.get("dataset", "eval_dataset")) if "video" in str(name).lower()]
+    for key in [key for key in draft.given.values if key.startswith("video_")]:
+        if seen:
+            draft.lack([key], "vision", ", ".join(map(str, seen)))
+        else:
+            draft.note(key, "same", "read for videos, of which the data sets have none by their names")
     _tuning(draft)
 
 

@@ -1,4 +1,4 @@
-"""Adapters, critic and reward model of verl."""
+"""Adapters, critic, reward model and routers of verl."""
 
 from __future__ import annotations
 
@@ -90,3 +90,26 @@ def reward_model(draft: Draft) -> None:
     else:
         add_reward_model(draft, path)
         draft.note(switch, "mapped", "rewards: model")
+
+
+def router(draft: Draft) -> None:
+    """Their bridges turn the balancing loss off, whatever its weight, unless its kind is given; the z-loss counts."""
+    prefix = "actor_rollout_ref.actor.megatron.override_transformer_config.moe_"
+    kind_key, balance_key = f"{prefix}router_load_balancing_type", f"{prefix}aux_loss_coeff"
+    kind = draft.word(kind_key, default="none")
+    kinds = {"aux_loss": "microbatch", "seq_aux_loss": "sequence"}
+    if kind in kinds:
+        draft.set("router.aux_loss", draft.number(balance_key, default=0.0), [balance_key])
+        draft.set("router.aux_loss_over", kinds[str(kind)], [kind_key])
+    elif kind == "none":
+        draft.note(kind_key, "same", "off, as here")
+        draft.same([balance_key], "no_balancing")
+        if draft.get("actor_rollout_ref.actor.megatron.vanilla_mbridge") and draft.number(balance_key):
+            draft.notes.append("router.aux_loss: 0; mbridge, which is outside of verl, may balance some families")
+    else:
+        draft.lack([kind_key, balance_key], "router", repr(kind))
+    for part, ours in (("z_loss_coeff", "z_loss"), ("router_bias_update_rate", "bias_update_rate")):
+        if weight := draft.number(f"{prefix}{part}"):
+            draft.set(f"router.{ours}", weight, [f"{prefix}{part}"])
+        else:
+            draft.note(f"{prefix}{part}", "same", "off, as here")
