@@ -34,7 +34,7 @@ EXTRAS = {
     "cuda": ["vllm>=0.23,<0.33,!=0.24.*,!=0.25.*,!=0.26.*,!=0.27.*"],
     "npu": [
         "torch==2.10.0",
-        "torch_npu==2.10.0.post4",
+        "torch_npu>=2.10.0.post4,<2.11",
         "vllm==0.23.0",
         "vllm-ascend==0.23.0",
         "transformers==5.5.4",  # vllm-ascend pins it

@@ -177,6 +177,11 @@ class Trajectory:
         return self.logprobs[self.loss_mask]
 
     @property
+    def oldest_version(self) -> int:
+        """The sync whose weights sampled the first tokens."""
+        return self.spans[0].version
+
+    @property
     def newest_version(self) -> int:
         """The sync whose weights sampled the last tokens; with one span, all of them."""
         return self.spans[-1].version
@@ -301,6 +306,26 @@ class TrajectorySummary(NamedTuple):
             return 0
         dtype, *shape = self.routing
         return int(np.dtype(dtype).itemsize * (self.num_tokens - 1) * math.prod(shape))
+
+
+@dataclass(frozen=True)
+class HandedTrajectory:
+    """What a scheduler knows of a trajectory that its engine has handed to the rank that owns it."""
+
+    summary: TrajectorySummary  # without an engine
+    episode: Outcome | None = None
+    engine: int | None = None  # as of the trajectory
+
+    @property
+    def num_sampled(self) -> int:
+        return self.summary.num_sampled
+
+    @property
+    def oldest_version(self) -> int:
+        return self.summary.oldest_version
+
+
+Response = Trajectory | HandedTrajectory  # with its tokens, or with another rank that has them
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Examples:
   python tools/eval.py runs/a --data test.jsonl --samples 8 --k 1 4 8 --out runs/a/eval
   python tools/eval.py Qwen/Qwen3-8B --data aime.parquet --reward math_verify --samples 16 --out runs/aime \\
       data.max_response_length=8192
+  python tools/eval.py Qwen/Qwen3-8B --adapter runs/b/adapter --data test.jsonl --reward gsm8k --out runs/b/eval
   python tools/eval.py --compare runs/a/eval runs/b/eval
 
 Exit status 0 after a finished evaluation, 2 for input that a user can fix, 1 for anything else.
@@ -48,7 +49,7 @@ from mega_rl.evaluation.exporting import export
 from mega_rl.evaluation.grading import Grading, outcomes
 from mega_rl.evaluation.records import RESULTS, SUMMARY, Directory, RecordPart, read_results, read_settings
 from mega_rl.evaluation.summary import Bootstrap, default_ks, summarise, table
-from mega_rl.evaluation.weights import EvaluatedWeights, find_weights
+from mega_rl.evaluation.weights import EvaluatedWeights, find_weights, with_adapter
 from mega_rl.models.shape import read_model_shape
 from mega_rl.observe.lines import write_whole_lines
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
@@ -66,8 +67,9 @@ from mega_rl.stages.run.episodes import plan_of, with_episodes
 from mega_rl.stages.score.scoring import rows_need_truth, scorer_of_node
 from mega_rl.types import Prompt
 
-EXPORT = "model"  # under the output directory: the weights of a checkpoint, until the answers are there
+EXPORT = "model"  # under the output directory: weights that had to be exported or merged, until the answers are there
 PLOT = "plot.png"
+ADAPTER = "--adapter"
 NEWS_S = 10.0  # between two lines about the progress
 LAYOUT = {  # keys that options stand for, since mega-rl reads them before it starts processes
     "rollout.tensor_parallel_size": "--tensor-parallel",
@@ -88,6 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="repeatable; default: that of the run the model is from",
     )
+    parser.add_argument(ADAPTER, type=Path, metavar="DIR", help="of PEFT's files, for MODEL: merged into it")
     parser.add_argument(DATA, action="append", metavar="FILE", help=".jsonl, .json, .parquet; default: the run's own")
     parser.add_argument("--out", type=Path, metavar="DIR", help="directory of the results")
     parser.add_argument("--reward", action="append", metavar="NAME", help="instead of the configuration's; repeatable")
@@ -126,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_comparison(options)
         return
     weights = find_weights(options.model)
+    if options.adapter is not None:
+        weights = with_adapter(weights, options.adapter, ADAPTER)
     config = configured(options, weights)
     world_size, is_greedy = processes() or 1, not options.no_greedy
     ks = sorted(set(options.k)) if options.k is not None else default_ks(config.validation.n)
@@ -222,7 +227,7 @@ def answer_all(
         scorer = Scorer([], None)
         if config.rewards:
             scorer = scorer_of_node(config.rewards, config.reward_workers, pictures=pictures)
-        if weights.is_checkpoint:
+        if not weights.is_loadable:
             config.model.path = exported(weights, config.model.path, out / EXPORT)
         engine, layout = build_engine(config, device, picture_set)
         settings = EvaluationSettings(
@@ -277,7 +282,7 @@ def with_news(part: RecordPart, num_problems: int) -> Callable[[AnsweredPrompt],
 
 
 def exported(weights: EvaluatedWeights, model: str, target: Path) -> str:
-    """The checkpoint as a Hugging Face directory, made by the first rank with tools/convert.py. Collective.
+    """The weights as a Hugging Face directory that engines load, made by the first rank. Collective.
 
     Args:
         model: Hugging Face directory with configuration and tokenizer.
@@ -285,11 +290,10 @@ def exported(weights: EvaluatedWeights, model: str, target: Path) -> str:
     Raises:
         InputError: on every rank, what the tool refuses.
     """
-    tool = Path(__file__).resolve().with_name("convert.py")
-    with together("exporting the checkpoint"):
+    with together("making the files of the weights"):
         if is_first() and not target.is_dir():
-            say(f"exporting {weights.directory}")
-            export(weights, model, target, tool)
+            say(f"exporting {weights.directory}{'' if weights.adapter is None else f' with {weights.adapter}'}")
+            export(weights, model, target, Path(__file__).resolve().parent)
     return str(target)
 
 

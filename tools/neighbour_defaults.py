@@ -198,6 +198,23 @@ def of_verl(checkout: Path) -> dict[str, dict[str, Any]]:
     return {"rl": rl, "sft": sft}
 
 
+def of_assignments(checkout: Path) -> dict[str, dict[str, Any]]:
+    """MindSpeed-RL's classes, which assign their defaults to themselves; a section of the file for each."""
+    folder = checkout / "mindspeed_rl" / "config_cls"
+    found: dict[str, dict[str, Any]] = {}
+    for file, section in (("megatron", "actor_config"), ("rl", "rl_config"), ("generate", "generate_config")):
+        classes, tree = Classes([]), ast.parse((folder / f"{file}_config.py").read_text(encoding="utf-8"))
+        values: dict[str, Any] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("self."):
+                values.setdefault(ast.unparse(node.targets[0]).removeprefix("self."), classes.value(node.value))
+        if section == "rl_config":
+            # Of the file, else these; the class multiplies the second by the first.
+            values |= {"n_samples_per_prompt": 1, "mini_batch_size": 1}
+        found[section] = _flat(values, f"{section}.")
+    return {"rl": found["actor_config"] | found["rl_config"] | found["generate_config"], "dpo": found["actor_config"]}
+
+
 def _yaml(path: Path) -> Any:
     """Also ``1e-3``, which YAML takes for a word."""
     return yaml.safe_load(re.sub(r": (\d+)e-(\d+)\b", r": \1.0e-\2", path.read_text(encoding="utf-8")))
@@ -213,6 +230,9 @@ def _flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
         elif value != "???" and not (isinstance(value, str) and "${" in value):
             found[f"{before}{key}"] = value
     return found
+
+
+READERS = {"verl": of_verl, "openrlhf": of_arguments, "mindspeed_rl": of_assignments}  # others: dataclasses
 
 
 def commit(checkout: Path) -> str:
@@ -266,10 +286,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.name in ("trl", "llamafactory") and options.transformers is None:
         parser.error(f"--transformers: {options.name} takes over the arguments of its trainer")
-    if options.name == "verl":
-        programs = of_verl(options.checkout)
-    elif options.name == "openrlhf":
-        programs = of_arguments(options.checkout)
+    if options.name in READERS:
+        programs = READERS[options.name](options.checkout)
     else:
         programs = of_dataclasses(options.name, options.checkout, options.transformers)
     head = {"commit": commit(options.checkout)}

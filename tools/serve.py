@@ -55,7 +55,7 @@ KEYS = "MEGA_RL_SERVE_KEYS"
 MIN_KEY = 16  # characters
 SCRATCH = "mega_rl_serve_"  # how the name of a directory for exported weights begins
 MEMORY_SHARE = 0.9  # of a device's memory, which the engine has for itself
-CONVERTER = Path(__file__).resolve().with_name("convert.py")
+TOOLS = Path(__file__).resolve().parent
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -186,7 +186,7 @@ def endpoint_of(options: argparse.Namespace, config: RunConfig, scratch: Path, w
         recorder = Recorder(options.record, options.step)
         sessions = Sessions(tokenizer, recorder, options.max_sessions, options.session_idle_s)
     if weights.is_checkpoint:
-        export(weights, config.model.path, scratch / "model", CONVERTER)
+        export(weights, config.model.path, scratch / "model", TOOLS)
         config.model.path = str(scratch / "model")
     length = config.data.max_prompt_length + config.data.max_response_length
     vocab_size = read_model_shape(config.model.path).vocab_size

@@ -4,7 +4,6 @@
 
 It runs ``tools/train.py`` under torchrun with the arguments, and has every rank write down what it asks of the others.
 A call counts once, however many exchanges it takes; the bytes are those of the largest pickle that a rank gave.
-Checkpoints and validations are counted where a step has them.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.report import publish, table
-from tests.launching.counted_collectives import of_every_step, read, total
+from tests.launching.counted_collectives import read, total
 from tests.launching.launch import run, torchrun_command
 from tests.launching.training import COUNTED
 
-HEADER = ["step", "collectives", "without checkpoint and validation", "largest pickle, bytes", "callers: times x bytes"]
+HEADER = ["step", "collectives", "largest pickle, bytes", "callers: times x bytes"]
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
         asked = found[step]
         words = ", ".join(f"{caller} {one.count} x {one.num_bytes}" for caller, one in sorted(asked.items()))
         largest = max(one.num_bytes for one in asked.values())
-        rows.append([step, total(asked), total(of_every_step(asked)), largest, words])
+        rows.append([step, total(asked), largest, words])
     results = {"steps": [dict(zip(HEADER, row, strict=True)) for row in rows]}
     publish("Collectives on objects in a step", table(HEADER, rows), "cpu", results, options.json)
 

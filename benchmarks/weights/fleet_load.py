@@ -14,6 +14,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from mega_rl.fleet.relay import NODE_SLOTS
 from mega_rl.models.shape import ModelShape
 from mega_rl.rollout.remote import weight_store
 from mega_rl.rollout.remote.fleet.store_sink import form_of
-from mega_rl.rollout.remote.weight_store import Store, StoreForm
+from mega_rl.rollout.remote.weight_store import Store
 from mega_rl.rollout.sinks import SentWeights
+from mega_rl.rollout.store_form import StoreForm
 
 MIXTURE = QWEN3_235B_A22B.mixture
 assert MIXTURE is not None
@@ -61,6 +63,9 @@ LLAMA_70B = ModelShape(
     rope_scaling=None,
     max_position_embeddings=131072,
 )
+
+
+NUM_SLOTS = 3  # versions on the trainer's node: rollout.max_staleness 1
 
 
 @dataclass(frozen=True)
@@ -115,14 +120,16 @@ def moved(way: str, names: Sequence[str] | None) -> list[Any]:
     weights = hf_tensors(LLAMA_70B)
     plan = AdapterPlan({name: 16 for name in weights if name.split(".")[-2] in (names or ())})
     changing = None if names is None else frozenset(plan.ranks)
-    slots = plan if way == "slots" else None
+    slots, merged = (plan if way == name else None for name in ("slots", "factors"))
     if slots is not None:
         changing = frozenset(adapter_tensors(LLAMA_70B, slots))
-    sent = SentWeights(LLAMA_70B, torch.bfloat16, 1 << 28, torch.device("cpu"), changing, slots)
-    form = form_of(sent, 8, num_slots=3, salt=1, has_validation=False)
+    sent = SentWeights(LLAMA_70B, torch.bfloat16, 1 << 28, torch.device("cpu"), changing, slots, merged=merged)
+    form = form_of(sent, 8, num_slots=NUM_SLOTS, salt=1, has_validation=False)
     parts = [(plan.fixed.num_bytes, plan.slot.num_bytes) for plan in form.plans]
     fixed, slot = (sum(of_part) / 1e9 for of_part in zip(*parts, strict=True))
-    return [fixed + slot, slot, parts[0][1] / 1e9, fixed + NODE_SLOTS * slot]
+    first = form.plan(0)
+    frozen = sum(2 * prod(first.fixed.places[name].size) for name in first.merges) / 1e9
+    return [fixed + slot, slot, parts[0][1] / 1e9 + frozen, fixed + NUM_SLOTS * slot, fixed + NODE_SLOTS * slot]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -141,12 +148,15 @@ def main(argv: list[str] | None = None) -> None:
         attention, every = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
         ways = {
             "all weights": moved("all", None),
-            "adapters of all layers, merged": moved("merged", attention + every),
-            "adapters of attention, merged": moved("merged", attention),
+            "adapters of all layers, merged by the trainer": moved("sums", attention + every),
+            "adapters of all layers, merged by engines": moved("factors", attention + every),
+            "adapters of attention, merged by the trainer": moved("sums", attention),
+            "adapters of attention, merged by engines": moved("factors", attention),
             "adapters of all layers, in slots": moved("slots", attention + every),
             "adapters of attention, in slots": moved("slots", attention),
         }
-        titles = ("70B, TP 8", "first version", "later ones, to a node", "to a worker", "memory of a node")
+        memory = (f"memory of the trainer's node, {NUM_SLOTS} versions", "of another")
+        titles = ("70B, TP 8", "first version", "later ones, to a node", "copied by a worker", *memory)
         print("GB of bfloat16\n\n" + table(titles, [[name, *figures] for name, figures in ways.items()]) + "\n")
     publish("Loads of one version by a fleet", table(header, rows), "cpu", found, arguments.json)
 

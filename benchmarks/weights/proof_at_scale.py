@@ -150,8 +150,8 @@ def prove(world: World, held: list[Slice], engine: list[list[Series]], inspect: 
     yield "sync"
 
 
-def no_engine(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return [proof.Difference(0, "")] * len(arguments)
+def no_engine(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
+    return dict.fromkeys(range(len(arguments)), proof.Difference(0, ""))
 
 
 def answers_of(world: World) -> tuple[int, list[Numbers]]:
@@ -184,8 +184,8 @@ def measured(world: World, rank: int, answers: list[Numbers], held: list[Series]
     ]
     live, own = Live(engine[rank % len(engine)]), slices_of(held)
 
-    def inspect(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [function(live, *arguments[rank % len(engine)])]
+    def inspect(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
+        return {rank: function(live, *arguments[rank % len(engine)])}
 
     found: dict[str, float] = {}
     with pytest.MonkeyPatch.context() as patch:

@@ -43,7 +43,8 @@ from mega_rl.bridge.series import slices_of
 from mega_rl.bridge.slices import Box, Slice, indices
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
-from mega_rl.rollout.remote.weight_store import Store, StoreForm, take
+from mega_rl.rollout.remote.weight_store import Store, take
+from mega_rl.rollout.store_form import StoreForm
 
 NUM_TRAINERS, NUM_ENGINES = 2, 2
 WORLD_SIZE = NUM_TRAINERS + NUM_ENGINES

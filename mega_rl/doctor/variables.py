@@ -30,6 +30,17 @@ ATB_LLM_LCOC_ENABLE ATB_MATMUL_SHUFFLE_K_ENABLE COMBINED_ENABLE CPU_AFFINITY_CON
 MULTI_STREAM_MEMORY_REUSE PYTORCH_NPU_ALLOC_CONF TASK_QUEUE_ENABLE
 """
 ASCEND_VARIABLES = frozenset(_ASCEND.split())
+# Variables that vllm-ascend gives up (its pull request 9064) -> the key of additional_config that stands for each.
+MOVED = {
+    "VLLM_ASCEND_BALANCE_SCHEDULING": "enable_balance_scheduling",
+    "VLLM_ASCEND_ENABLE_CONTEXT_PARALLEL": "enable_context_parallel",
+    "VLLM_ASCEND_ENABLE_FLASHCOMM1": "enable_flashcomm1",
+    "VLLM_ASCEND_ENABLE_FUSED_MC2": "enable_fused_mc2",
+    "VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE": "enable_matmul_allreduce",
+    "VLLM_ASCEND_ENABLE_MLAPO": "enable_mlapo",
+    "VLLM_ASCEND_FLASHCOMM2_PARALLEL_SIZE": "enable_flashcomm2_parallel_size",
+    "VLLM_ASCEND_FUSION_OP_TRANSPOSE_KV_CACHE_BY_BLOCK": "enable_transpose_kv_cache_by_block",
+}
 LIKENESS = 0.88  # how like a known name a slip must be; families other than HCCL's have many unlisted names
 # Families whose libraries are not loaded on a platform -> whoever sets them expected another one.
 FOREIGN = {
@@ -44,6 +55,14 @@ def misspelled(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     engine = frozenset(re.findall(r'^\s+"(VLLM_ASCEND_\w+)":', envs, re.MULTILINE))
     trouble = False
     for name in sorted(host.environ):
+        if name in MOVED:
+            trouble = True
+            when = "the releases of vllm-ascend after this one" if name in engine else "newer releases of vllm-ascend"
+            yield warn(
+                f"{name} is read by nothing in {when}",
+                f"unset it, and set rollout.vllm.additional_config.{MOVED[name]} in the run's file",
+            )
+            continue
         if name.startswith("HCCL_"):
             known, likeness = HCCL_VARIABLES, 0.0
         elif name.startswith("VLLM_ASCEND_") and engine:

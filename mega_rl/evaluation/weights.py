@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mega_rl.bridge.files.peft.peft import WEIGHTS_FILE, PeftReader
+from mega_rl.bridge.files.peft.peft_config import CONFIG_FILE as ADAPTER_CONFIG
 from mega_rl.bridge.files.torch_dist.manifest import MANIFEST, digest, digest_of_ends, read_content
 from mega_rl.bridge.files.torch_dist.progress import read_progress
 from mega_rl.errors import InputError, shortened
 from mega_rl.models.cached import local_directory
 from mega_rl.models.files import CONFIG_FILE
+from mega_rl.models.shape import read_model_shape
 
 RUN_CONFIG, CHECKPOINTS, EXPORT = "config.yaml", "checkpoints", "huggingface"  # in the directory of a run
 _CHECKPOINT = re.compile(r"step_\d{8}")
@@ -26,13 +29,44 @@ class EvaluatedWeights:
     directory: Path  # a Hugging Face directory, or a checkpoint
     is_checkpoint: bool  # it has to be exported before an engine can load it
     run_config: Path | None  # the configuration of the run that they come from
+    adapter: Path | None = None  # of PEFT's, which is merged into them
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether an engine can load the directory as it is."""
+        return not self.is_checkpoint and self.adapter is None
 
     def identity(self) -> Mapping[str, Any]:
         """What tells these weights from others, wherever they lie: the ends of files, or a checkpoint's manifest."""
         if self.is_checkpoint:
             return {MANIFEST: digest(self.directory / MANIFEST)}
         files = (path for path in self.directory.iterdir() if _MODEL_FILE.fullmatch(path.name) and path.is_file())
-        return {path.name: f"{path.stat().st_size} bytes, {digest_of_ends(path)}" for path in sorted(files)}
+        found = {path.name: _of_file(path) for path in sorted(files)}
+        if self.adapter is not None:
+            found |= {f"adapter: {name}": _of_file(self.adapter / name) for name in (ADAPTER_CONFIG, WEIGHTS_FILE)}
+        return found
+
+
+def _of_file(path: Path) -> str:
+    return f"{path.stat().st_size} bytes, {digest_of_ends(path)}"
+
+
+def with_adapter(weights: EvaluatedWeights, adapter: Path, option: str) -> EvaluatedWeights:
+    """These weights with an adapter of PEFT's merged into them.
+
+    Args:
+        option: what named the adapter, for messages.
+
+    Raises:
+        InputError: the adapter is damaged, of another base, or of other sizes; or the weights are a checkpoint.
+    """
+    if weights.is_checkpoint:
+        raise InputError(
+            f"{option} takes the model that the adapter was trained from, and {weights.directory} is a checkpoint: "
+            "give that model's directory"
+        )
+    PeftReader(adapter, read_model_shape(weights.directory, key="MODEL"), weights.directory, key=option)
+    return replace(weights, adapter=adapter)
 
 
 def find_weights(name: str) -> EvaluatedWeights:

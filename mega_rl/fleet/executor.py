@@ -28,8 +28,9 @@ class Whereabouts(NamedTuple):
 class FleetExecutor(Protocol):
     """The engines of a fleet. One thread, which takes part in no collective, calls all methods.
 
-    ``Answered.result`` is a ``mega_rl.types.Trajectory``. ``Advanced.prefix`` and the prefixes of an ``Issue`` are a
-    ``mega_rl.rollout.partial.PartialResponse``: of all tokens so far, those of earlier engines included.
+    ``Answered.result`` is a ``mega_rl.types.Response``, of a validation a ``Trajectory``. ``Advanced.prefix`` and the
+    prefixes of an ``Issue`` are a ``mega_rl.rollout.partial.PartialResponse``: of all tokens so far, those of earlier
+    engines included.
     """
 
     def carry(self, decision: Start | Kill | Release | Load | Issue) -> None:

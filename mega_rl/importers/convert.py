@@ -7,14 +7,14 @@ from functools import cache
 from typing import Any
 
 from mega_rl.config.checks.rules import RULES as RULES_OF_KEYS
-from mega_rl.config.reading.tables import NEIGHBOURS, Entry, reason, table
+from mega_rl.config.reading.tables import NEIGHBOURS, Entry, Table, reason, table
 from mega_rl.config.reading.typed import is_nullable, leaf_names, leaves, not_null
 from mega_rl.errors import shown
 from mega_rl.importers.draft.defaults import NAMED, default_of, defaults
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.reading import Given
 from mega_rl.importers.draft.words import COMMAND, without_unknown
-from mega_rl.importers.rules import areal, hf, hf_learned, openrlhf, verl
+from mega_rl.importers.rules import areal, hf, hf_learned, mindspeed_rl, openrlhf, verl
 from mega_rl.rollout.vllm.start.options import OWNED
 
 PROGRAMS: dict[str, Callable[[Draft], str]] = {
@@ -23,6 +23,7 @@ PROGRAMS: dict[str, Callable[[Draft], str]] = {
     "llamafactory": hf_learned.llamafactory_program,
     "areal": areal.program,
     "openrlhf": openrlhf.program,
+    "mindspeed_rl": mindspeed_rl.program,
 }
 RULES: dict[str, dict[str, Rule]] = {
     "verl": verl.RULES,
@@ -30,6 +31,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "llamafactory": hf.LLAMAFACTORY_RULES,
     "areal": areal.RULES,
     "openrlhf": openrlhf.RULES,
+    "mindspeed_rl": mindspeed_rl.RULES,
 }
 assert RULES.keys() == PROGRAMS.keys() == NEIGHBOURS.keys()
 NO_LIMIT = {"checkpoint.keep_checkpoints": 0, "data.max_val_samples": None}
@@ -47,9 +49,7 @@ def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Dra
     Raises:
         InputError: a value that cannot be read, or units that need the number of devices.
     """
-    aliases = table(neighbour).aliases
-    given.values = {aliases.get(key, key): value for key, value in given.values.items()}
-    given.unresolved = {aliases.get(key, key): cause for key, cause in given.unresolved.items()}
+    _rename(table(neighbour), given)
     draft = Draft(table(neighbour), given, num_devices)
     rules = RULES[neighbour]
     _resolve(draft)
@@ -101,6 +101,14 @@ def _resolve(draft: Draft) -> None:
         else:
             text = f"its value needs {cause}, which the text does not set: give it with --set NAME=VALUE"
             draft.note(key, "none", text)
+
+
+def _rename(theirs: Table, given: Given) -> None:
+    """Earlier names become the present ones, which count before them."""
+    values = given.values
+    first = {theirs.renamed(key): value for key, value in values.items()}
+    given.values = first | {key: value for key, value in values.items() if theirs.renamed(key) == key}
+    given.unresolved = {theirs.renamed(key): cause for key, cause in given.unresolved.items()}
 
 
 def _apply_default(draft: Draft, key: str, entry: Entry) -> None:

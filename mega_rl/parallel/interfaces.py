@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -56,6 +57,17 @@ def listen_towards(host: str) -> bool:
     return True
 
 
+def addresses_towards(host: str) -> tuple[str, str]:
+    """The address of this machine that connections to a host leave by, and the host's that they go to.
+
+    Raises:
+        InputError: there is no way to it.
+    """
+    for own, other in _ways_to(host):
+        return own, other
+    raise InputError(f"no network interface of {socket.gethostname()} leads to {host}, which has the trainer's rank 0")
+
+
 def _name_is_loopback() -> bool:
     """Whether gloo listens at loopback by itself, at the first address of the host's name where it can listen."""
     with suppress(OSError):  # the name stands for nothing: gloo takes loopback
@@ -70,13 +82,18 @@ def _name_is_loopback() -> bool:
 
 def _interface_to(host: str) -> str | None:
     """The interface that connections from here to a host leave by; None for this machine, and without a way there."""
+    for own, _ in _ways_to(host):
+        return next((name for name, addresses in _interfaces().items() if own in addresses), None)
+    return None
+
+
+def _ways_to(host: str) -> Iterator[tuple[str, str]]:
+    """The own address and the host's, of each way there is to it; nothing is sent."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # sends nothing
-                own = str(probe.getsockname()[0])
-                return next((name for name, addresses in _interfaces().items() if own in addresses), None)
-    return None
+                probe.connect(address)
+                yield str(probe.getsockname()[0]), str(probe.getpeername()[0])
 
 
 def _interfaces() -> dict[str, set[str]]:

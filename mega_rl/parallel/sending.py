@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.parallel.collectives import is_first
+from mega_rl.parallel.collectives import is_first, placed
 
 
 def exchange(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
@@ -54,18 +54,22 @@ def collect_to_first(value: Any, owners: Sequence[int]) -> list[Any]:
 
 
 def spread(value: Any, owners: Sequence[int]) -> list[Any]:
-    """The ``value`` of every owner, in their order, on every rank, by way of rank 0. Collective; as above."""
-    found = collect_to_first(value, owners)
+    """The ``value`` of every owner, in their order, on every rank. Collective; as above.
+
+    Every owner puts its bytes where the others have zeros, and one sum gives all of them to all ranks.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return found
-    content = _as_tensor(found)
-    size = torch.tensor([content.numel()])
+        return [value for _ in owners]
+    place = {owner: number for number, owner in enumerate(owners)}.get(dist.get_rank())
+    content = torch.empty(0, dtype=torch.uint8) if place is None else _as_tensor(value)
+    sizes = [int(size) for size in placed({} if place is None else {place: content.numel()}, len(owners))]
+    whole = torch.zeros(sum(sizes), dtype=torch.uint8)
+    parts = whole.split(sizes)
+    if place is not None:
+        parts[place].copy_(content)
     with HEART.waiting("the other ranks"):
-        dist.broadcast(size, src=0)
-        if not is_first():
-            content = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, src=0)
-    return found if is_first() else list(pickle.loads(content.numpy().data))
+        dist.all_reduce(whole)
+    return [value if number == place else pickle.loads(part.numpy().data) for number, part in enumerate(parts)]
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

@@ -17,7 +17,18 @@ from mega_rl.rewards.functions.registry import BUILT_IN, part_name
 from mega_rl.rewards.pool.dispatch import PoolError
 from mega_rl.rewards.pool.pool import Answers, Pool, WorkerPool, pack
 from mega_rl.rewards.pool.worker import MAX_VALUE, SCORE, Answer, Sample, WorkerSetup
-from mega_rl.types import Outcome, Score, TokenSource, Trajectory, TrajectorySummary, UnknownReward
+from mega_rl.types import (
+    HandedTrajectory,
+    Outcome,
+    Response,
+    Score,
+    TokenSource,
+    Trajectory,
+    TrajectorySummary,
+    UnknownReward,
+)
+
+AskOwner = Callable[[int], "Future[Answers]"]  # what a rank's workers say of the trajectory of this number
 
 
 @dataclass(frozen=True)
@@ -60,11 +71,17 @@ class Scorer:
         self._pictures = pictures if pictures is not None and pool is not None and pool.takes_images else {}
         self._lent = Lent()
         self._of_nodes: Pool | None = None
+        self._owners: Mapping[int, AskOwner] = {}
         self._closing: list[Callable[[], None]] = []
 
-    def share(self, of_nodes: Pool) -> None:
-        """Have ``start`` use the workers of other nodes besides: a pool of which this scorer's is one."""
-        self._of_nodes = of_nodes
+    def share(self, of_nodes: Pool, owners: Mapping[int, AskOwner]) -> None:
+        """Have ``start`` use the workers of other nodes besides.
+
+        Args:
+            of_nodes: a pool of which this scorer's is one, for what this process has.
+            owners: by rank, for what it owns.
+        """
+        self._of_nodes, self._owners = of_nodes, owners
         self.on_close(of_nodes.close)
 
     def on_close(self, function: Callable[[], None]) -> None:
@@ -86,7 +103,7 @@ class Scorer:
                 self._lent.give_back(self._seen(trajectory))
         return [self._score([of_reward[i] for of_reward in answers]) for i in range(len(trajectories))]
 
-    def start(self, trajectory: Trajectory) -> Future[Score]:
+    def start(self, trajectory: Response) -> Future[Score]:
         """Start to score a trajectory; it waits for no other one that was started, but for a free worker.
 
         The future raises what `score` does.
@@ -101,18 +118,27 @@ class Scorer:
             return result
 
         def finish(answered: Future[Answers]) -> None:
-            self._lent.give_back(self._seen(trajectory))
             try:
                 score = self._score([of_reward[0] for of_reward in _answers(answered)])
                 result.set_result(with_turns(score, turn_rewards))
             except InputError as error:
                 result.set_exception(error)
 
-        # Temporary files of pictures are on this node.
-        is_bound = any(isinstance(one.source, bytes) for one in self._seen(trajectory))
-        pool = self.pool if self._of_nodes is None or is_bound else self._of_nodes
-        pool.submit([pack(self._sample(trajectory))]).add_done_callback(finish)
+        if isinstance(trajectory, HandedTrajectory):
+            owner, number = trajectory.summary.key
+            answered = self._owners[owner](number)
+        else:
+            # Temporary files of pictures are on this node.
+            is_bound = any(isinstance(one.source, bytes) for one in self._seen(trajectory))
+            answered = self.answers(trajectory, self.pool if self._of_nodes is None or is_bound else self._of_nodes)
+        answered.add_done_callback(finish)
         return result
+
+    def answers(self, trajectory: Trajectory, pool: Pool) -> Future[Answers]:
+        """What workers say of a trajectory; called in any thread."""
+        answered = pool.submit([pack(self._sample(trajectory))])
+        answered.add_done_callback(lambda _: self._lent.give_back(self._seen(trajectory)))
+        return answered
 
     def _sample(self, trajectory: Trajectory) -> Sample:
         prompt, episode = trajectory.prompt, trajectory.episode

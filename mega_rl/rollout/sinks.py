@@ -42,6 +42,7 @@ class SentWeights:
     changing: frozenset[str] | None = None  # tensors that can differ from one sync to the next; None: all
     slots: AdapterPlan | None = None  # the adapters that engines keep in slots; None: they have none
     has_whole_experts: bool = False  # whether a worker holds some experts whole, not a part of each
+    merged: AdapterPlan | None = None  # the adapters that engines add to frozen weights themselves; None: they do not
 
     def loaded_layout(self, tensor_parallel: int, tp_rank: int) -> list[Series]:
         """What one engine worker loads from a model's directory."""
@@ -162,7 +163,7 @@ class InPlaceSink:
     def weight_version(self) -> int:
         return self._engine.weight_version
 
-    def inspect(self, function: Callable[..., Answer], arguments: Sequence[tuple[Any, ...]]) -> list[Answer]:
+    def inspect(self, function: Callable[..., Answer], arguments: Sequence[tuple[Any, ...]]) -> dict[int, Answer]:
         return colocated(self._engine.parameters(), dist.get_rank())(function, arguments)
 
     def layout(self) -> list[list[Series]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 from mega_rl.config import RunConfig
 from mega_rl.stages.learn import learning
 from mega_rl.stages.learn.gate_watch import GateWatch
+from mega_rl.stages.learn.validation_gate import validation_gate
 from mega_rl.stages.models import trainer
 from mega_rl.stages.models.critic_model import open_critic
 from mega_rl.stages.run import progress
@@ -41,7 +43,9 @@ def train(job: SamplingJob) -> None:
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = trainer.reference(job, actor)
     builder, sync, probe = sampling(job, actor, noise, prompts, scorer, total_steps, held_out)
-    validator = Validator(job, held_out, sync, builder, scorer)
+    seen = None if held_out is None else held_out.picture_set
+    gate = validation_gate(config, replace(job.share, picture_set=seen), actor, job.say)
+    validator = Validator(job, held_out, sync, builder, scorer, gate)
     rounding = Rounding(config, job.say)
     learner = learning.Learner(job, actor, reference, open_critic(job, actor, total_steps))
     watch = RewardWatch(job.say)

@@ -26,11 +26,7 @@ from tools import train
 TRANSPORT = ("/torch/", "/mega_rl/parallel/", "/contextlib.py", "/counted_collectives.py")
 
 
-# Of functions that write checkpoints, ours and Megatron's, and of the validation: not in every step.
-SELDOM = ("saving.", "checkpoint.", "validation.", "state_dict_saver.", "evaluate.")
-
-
-MOST_OBJECTS = 4  # collectives on objects in a step after the first, checkpoints and validations left out
+MOST_OBJECTS = 4  # collectives on objects in a step, whatever is in it
 
 
 class Asked(NamedTuple):
@@ -67,14 +63,12 @@ def watch(log: Path) -> None:
 
 
 def _caller() -> str:
-    """The innermost function that is no transport; of what is done seldom the outermost that says so."""
-    found, frame = list[str](), inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if not any(part in code.co_filename for part in TRANSPORT):
-            found.append(f"{Path(code.co_filename).stem}.{code.co_name}")
+    """The innermost function that is no transport."""
+    frame = inspect.currentframe()
+    while frame is not None and any(part in frame.f_code.co_filename for part in TRANSPORT):
         frame = frame.f_back
-    return next((name for name in reversed(found) if name.startswith(SELDOM)), found[0])
+    assert frame is not None
+    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
 
 
 def read(log: Path) -> dict[int, dict[str, Asked]]:
@@ -89,11 +83,6 @@ def read(log: Path) -> dict[int, dict[str, Asked]]:
     for (step, caller), of_ranks in counts.items():
         found[step][caller] = Asked(max(of_ranks.values()), sizes[step, caller])
     return dict(found)
-
-
-def of_every_step(step: Mapping[str, Asked]) -> dict[str, Asked]:
-    """Without what only checkpoints and validations ask for."""
-    return {caller: asked for caller, asked in step.items() if not caller.startswith(SELDOM)}
 
 
 def total(step: Mapping[str, Asked]) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -57,6 +58,9 @@ def slept(engine: VLLMEngine, update: Callable[..., float], *args: Any) -> float
     free = npu.mem_get_info()[0]
     engine.sleep()
     freed = npu.mem_get_info()[0] - free
+    for forbidden in (engine.begin_update, lambda: engine.submit(tails)):  # vLLM would write where no memory is
+        with pytest.raises(AssertionError, match="sleep"):
+            forbidden()
     engine.wake_weights()
     engine.wake_cache()
     assert freed > VLLM["kv_cache_memory_bytes"], freed

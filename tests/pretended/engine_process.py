@@ -16,11 +16,13 @@ from mega_rl.bridge.files.huggingface import HFReader
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Slice, whole_box
 from mega_rl.parallel.joint_group import MeetingPoint
+from mega_rl.rollout.collect.handed_trajectories import OwnerAddress
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.remote.engine_process import EngineProcess, EngineSpec
 from mega_rl.rollout.remote.fleet import kept_engine
 from mega_rl.rollout.remote.fleet.kept_engine import KeptEngine
-from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion
+from mega_rl.rollout.store_form import StoreForm
 from mega_rl.rollout.vllm.start.seeing import Pixels
 from mega_rl.types import Trajectory
 from tests.distributed.bridge.test_bridge_execute import local_parameters
@@ -128,11 +130,12 @@ class PretendedProcess(EngineProcess):
         model = {piece.hf_name: reader.read(piece.hf_name, whole_box(reader.shape(piece.hf_name))) for piece in slices}
         return local_parameters(slices, {name: tensor.to(dtype) for name, tensor in model.items()}, dtype)
 
-    def attach(self, form: StoreForm) -> None:
-        super().attach(form)
+    def attach(self, form: StoreForm, owners: Sequence[OwnerAddress] = ()) -> None:
+        super().attach(form, owners)
         if not self.engine.live:  # type: ignore[attr-defined]
-            places = form.plan(0).fixed.places | form.plan(0).slot.places
-            live = {name: torch.zeros(place.size, dtype=form.dtype) for name, place in places.items()}
+            plan = form.plan(0)
+            places, names = plan.fixed.places | plan.slot.places, plan.fixed.names | plan.slot.names
+            live = {name: torch.zeros(places[name].size, dtype=form.dtype) for name in sorted(names)}
             self.engine.live = live  # type: ignore[attr-defined]
 
 

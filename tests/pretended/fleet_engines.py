@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mega_rl.fleet import events
 from mega_rl.fleet.executor import Requests, Whereabouts
+from mega_rl.rollout.collect.handed_trajectories import OwnerAddress, hand_over
 from mega_rl.rollout.partial import PartialResponse
+from mega_rl.types import HandedTrajectory
 from tests.pretended.samplers import Weights
 from tests.pretended.tokens import Response
 
@@ -27,9 +31,17 @@ class PretendedExecutor:
     num_survivors = 0  # as of ``RayExecutor``
 
     def __init__(
-        self, requests: Requests, weights: Weights, is_pinned: bool, seed: int = 0, death: int = 0, room: int = 0
+        self,
+        requests: Requests,
+        weights: Weights,
+        is_pinned: bool,
+        seed: int = 0,
+        death: int = 0,
+        room: int = 0,
     ) -> None:
         """``room``: for so many engines more."""
+        self.owners: Sequence[OwnerAddress] = ()  # to whom responses are handed
+        self.num_handed: Counter[int] = Counter()  # by owner
         self._requests, self._weights, self._is_pinned, self._death = requests, weights, is_pinned, death
         self.is_validating = False  # from then on responses end without newer weights, for which the trainer may wait
         self._random = random.Random(seed)
@@ -96,7 +108,10 @@ class PretendedExecutor:
                 del engine.under_way[attempt, sample]
                 found = response.trajectory()
                 oldest = found.spans[0].version
-                self._said.append(events.Answered(name, engine.life, attempt, sample, oldest, found))
+                told = hand_over(found, self.owners, response.step, attempt, sample)
+                if isinstance(told, HandedTrajectory):
+                    self.num_handed[told.summary.owner] += 1
+                self._said.append(events.Answered(name, engine.life, attempt, sample, oldest, told))
             elif not self._is_pinned:
                 so_far = PartialResponse.of(response.trajectory(""))
                 self._said.append(events.Advanced(name, engine.life, attempt, sample, so_far))

@@ -28,7 +28,7 @@ from itertools import groupby
 from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
 from mega_rl.bridge.mapping.tuning import AdapterPlan, module_of
 from mega_rl.bridge.series import Series, hf_name_of
-from mega_rl.bridge.slices import Box
+from mega_rl.bridge.slices import Box, extents, whole_box
 from mega_rl.models.shape import ModelShape
 
 PREFIX = "base_model.model."  # of every tensor in PEFT's adapter_model.safetensors
@@ -50,6 +50,16 @@ def adapter_tensors(shape: ModelShape, plan: AdapterPlan) -> dict[str, tuple[int
         a, b = names_of(weight)
         tensors |= {a: (rank, columns), b: (rows, rank)}
     return tensors
+
+
+@dataclass(frozen=True)
+class MergedSeries:
+    """What an engine's worker adds to the frozen weights of a series: its part of their adapters."""
+
+    weight: Series
+    a: Series  # own columns of A, in a tensor of its own
+    b: Series  # own rows of B, likewise
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,44 @@ def full_adapter_series(shape: ModelShape, plan: AdapterPlan) -> list[Series]:
                 replace(series, local_name=series.hf_name, local_box=series.hf_box, first_layer=0, first_expert=0)
             )
     return found
+
+
+def merged_series(weights: Iterable[Series], plan: AdapterPlan) -> list[MergedSeries]:
+    """The adapters of an engine's worker that holds ``weights``, stacked experts too; each of one rank."""
+    return [merged for series in weights for one in _of_one_rank(series, plan) for merged in [_merged(one, plan)]]
+
+
+def frozen(series: Series) -> Series:
+    """The same weights without what adapters add to them, under names of their own."""
+    return replace(series, hf_name=f"{series.hf_name}.frozen")
+
+
+def _of_one_rank(series: Series, plan: AdapterPlan) -> Iterator[Series]:
+    """The part of a series that has adapters, apart for layers and experts whose adapters have other ranks."""
+
+    def of_layer(layer: int) -> list[int | None]:
+        return [plan.ranks.get(hf_name_of(series.hf_name, (layer, expert))) for expert in series.experts]
+
+    for of_experts, layers in groupby(series.layers, of_layer):
+        own_layers, numbered = tuple(layers), zip(of_experts, series.experts, strict=True)
+        for rank, group in groupby(numbered, lambda pair: pair[0]):
+            experts = tuple(expert for _, expert in group)
+            if rank is not None:
+                yield replace(series, layers=own_layers, experts=experts)
+
+
+def _merged(series: Series, plan: AdapterPlan) -> MergedSeries:
+    rank = plan.ranks[hf_name_of(series.hf_name, (series.layers[0], series.experts[0]))]
+    rows, columns = series.hf_box
+
+    def factor(hf_name: str, hf_box: Box, own: Range) -> Series:
+        name = f"{hf_name}[{own[0]}:{own[1]}]"  # a worker may hold several parts of a weight
+        box = whole_box(extents(hf_box))
+        return replace(series, hf_name=hf_name, hf_box=hf_box, local_name=name, local_box=box, is_stacked=False)
+
+    a, b = names_of(series.hf_name)
+    factors = factor(a, ((0, rank), columns), columns), factor(b, (rows, (0, rank)), rows)
+    return MergedSeries(series, *factors, plan.scale(rank))
 
 
 def _adapted(pieces: Sequence[Series], plan: AdapterPlan) -> Iterator[AdaptedWeight]:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from mega_rl.bridge.lora import Factors, update
-from mega_rl.bridge.outgoing.transform import Changed, Notes
+from mega_rl.bridge.outgoing.transform import Changed
 from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box
+from mega_rl.parallel.collectives import reduced
 
 WholeFactors = Callable[[], Mapping[str, Factors]]  # weight -> its whole adapter, of all that are held here; collective
 
@@ -73,15 +74,18 @@ class LoraMerge:
             num_unchanged = int(torch.stack(unchanged).sum()) if unchanged else 0
             return MergeRecord(largest_b, num_elements, num_unchanged)
 
-        return Changed(with_adapter, notes=Notes(record, merge_metrics, (LARGEST_B, UNCHANGED)))
+        return Changed(with_adapter, metrics=lambda: merge_metrics(record()))
 
 
-def merge_metrics(records: Sequence[MergeRecord]) -> dict[str, float]:
-    """The ``adapter/*`` figures of one sync over all ranks."""
-    found = {LARGEST_B: max(record.largest_b for record in records)}
-    if num_elements := sum(record.num_elements for record in records):
-        found[UNCHANGED] = sum(record.num_unchanged for record in records) / num_elements
-    return found
+def merge_metrics(own: MergeRecord) -> dict[str, float]:
+    """The ``adapter/*`` figures of one sync over all ranks, on every rank. Collective."""
+
+    def of_ranks(rows: list[list[float]]) -> list[float]:
+        return [max(row[0] for row in rows), sum(row[1] for row in rows), sum(row[2] for row in rows)]
+
+    row = [own.largest_b, float(own.num_elements), float(own.num_unchanged)]
+    largest_b, num_elements, num_unchanged = reduced(row, of_ranks, len(row))
+    return {LARGEST_B: largest_b} | ({UNCHANGED: num_unchanged / num_elements} if num_elements else {})
 
 
 class ScaledAdapters:
@@ -109,4 +113,4 @@ class ScaledAdapters:
         def record() -> MergeRecord:
             return MergeRecord(max(torch.stack(seen).tolist(), default=0.0) if seen else 0.0)
 
-        return Changed(scaled, notes=Notes(record, merge_metrics, (LARGEST_B, UNCHANGED)))
+        return Changed(scaled, metrics=lambda: merge_metrics(record()))

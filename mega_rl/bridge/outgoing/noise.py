@@ -20,21 +20,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from itertools import compress
 from typing import get_args
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from mega_rl.bridge.outgoing.transform import Changed, Notes
+from mega_rl.bridge.outgoing.transform import Changed
 from mega_rl.bridge.reshard.execute import Read
-from mega_rl.bridge.slices import Box, extents, indices
+from mega_rl.bridge.reshard.held_pieces import LARGEST, HeldPieces, lowest
+from mega_rl.bridge.slices import Box, Slice, extents, indices
 from mega_rl.config.schema.sampling import AqnConfig, NormRole
 from mega_rl.errors import InputError
+from mega_rl.parallel.collectives import column_sums, is_any, reduced
 from mega_rl.platform.rounding import NUM_BITS, round_stochastically
 
 ROUTER_NORM = "router_norm"
@@ -267,7 +270,6 @@ class SyncNoise:
         return self._drawn[hf_name]
 
 
-METRICS = ("aqn/effective_sigma", "aqn/changed_fraction", "aqn/num_tensors", "aqn/noise_hash")
 Masters = Callable[[Iterable[str]], Mapping[str, Tensor]]  # HF names -> whole float32 weights held here; collective
 
 
@@ -298,6 +300,7 @@ class AqnTransform:
     ) -> None:
         self.noise, self.shapes, self.masters, self.dtype = noise, shapes, masters, dtype
         self.targets = frozenset(noise.targets(roles))
+        self._figures = NoiseFigures(sorted(self.targets))
 
     def for_sync(self, read: Read, version: int) -> Changed:
         """``read`` with the noise of this version; ``read`` itself if the schedule's sigma is 0. Collective."""
@@ -311,41 +314,68 @@ class AqnTransform:
                 return read(local_name, hf_name, hf_box, local_box)
             return noise.apply(hf_name, masters[hf_name][indices(hf_box)], self.shapes[hf_name], hf_box, self.dtype)
 
-        metrics = partial(noise_metrics, num_targets=len(self.targets))
-        return Changed(noisy, sigma, Notes(lambda: noise.records, metrics, METRICS))
+        return Changed(noisy, sigma, lambda: self._figures.of_sync(noise.records))
 
 
-def noise_metrics(records_of_ranks: Iterable[Records], num_targets: int) -> dict[str, float]:
-    """The ``aqn/*`` figures of one sync over all ranks, each tensor counted once however many ranks hold it.
+class NoiseFigures:
+    """The ``aqn/*`` figures of every sync over all ranks, each tensor counted once however many ranks hold it.
 
-    ``num_targets`` is the number of tensors that were to get noise.
-
-    ``aqn/effective_sigma``: root mean square of what the cast left of the noise; ``aqn/changed_fraction``: of elements;
-    ``aqn/num_tensors``; ``aqn/noise_hash``: one integer below 2^48 for all names and values of the noise, exact as a
-    float and the same at every layout.
-
-    Raises:
-        RuntimeError: two ranks drew different noise for the same tensor, or a target got none.
+    Args:
+        targets: the names of the tensors that are to get noise, in the same order on every rank.
     """
-    boxes: dict[tuple[str, Box], NoiseRecord] = {}
-    hashes: dict[str, int] = {}
-    for records in records_of_ranks:
-        for (hf_name, box), record in records.items():
-            if hashes.setdefault(hf_name, record.noise_hash) != record.noise_hash:
-                raise RuntimeError(f"ranks drew different AQN noise for {hf_name}: seeds or weight versions differ")
-            boxes[hf_name, box] = record
-    if len(hashes) != num_targets:
-        raise RuntimeError(f"AQN noise went to {len(hashes)} tensors of {num_targets} targets")
-    # In a fixed order, so that the sum's last bit does not depend on which rank holds what.
-    ordered = [boxes[key] for key in sorted(boxes)]
-    num_elements = max(1, sum(record.num_elements for record in ordered))
-    figures = (
-        math.sqrt(sum(record.square_sum for record in ordered) / num_elements),
-        sum(record.num_changed for record in ordered) / num_elements,
-        float(len(hashes)),
-        float(sum(hashes.values()) % (1 << HASH_BITS)),
-    )
-    return dict(zip(METRICS, figures, strict=True))
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        self._targets, self._index = targets, {name: i for i, name in enumerate(targets)}
+        # The boxes that this rank read last, and which of them are its own to count.
+        self._counted: tuple[list[tuple[str, Box]], NDArray[numpy.bool_]] | None = None
+
+    def of_sync(self, records: Records) -> dict[str, float]:
+        """The figures of one sync, on every rank. Collective.
+
+        ``aqn/effective_sigma``: root mean square of what the cast left of the noise; ``aqn/changed_fraction``: of
+        elements; ``aqn/num_tensors``; ``aqn/noise_hash``: one integer below 2^48 for all names and values of the noise,
+        exact as a float and the same at every layout.
+
+        Args:
+            records: of this rank.
+
+        Raises:
+            RuntimeError: two ranks drew different noise for the same tensor, or a target got none.
+        """
+        hashes = self._hashes(records)
+        own = [records[box] for box in self._own(sorted(records))]
+        # Each square sum is a float32, so that float64 adds them up exactly, in whatever order.
+        row = [float(sum(getattr(one, name) for one in own)) for name in ("num_elements", "num_changed", "square_sum")]
+        num_elements, num_changed, square_sum = reduced(row, column_sums, len(row))
+        return {
+            "aqn/effective_sigma": math.sqrt(square_sum / max(1.0, num_elements)),
+            "aqn/changed_fraction": num_changed / max(1.0, num_elements),
+            "aqn/num_tensors": float(len(hashes)),
+            "aqn/noise_hash": float(sum(hashes) % (1 << HASH_BITS)),
+        }
+
+    def _hashes(self, records: Records) -> list[int]:
+        """Of the noise of every target. Collective."""
+        places = numpy.array([self._index[name] for name, _ in records], dtype=numpy.int64)
+        own = numpy.array([record.noise_hash for record in records.values()], dtype=numpy.int64)
+        # The largest is the complement of the smallest complement: one exchange finds both.
+        size = len(self._targets)
+        both = numpy.concatenate([places, places + size]), numpy.concatenate([own, ~own])
+        smallest, others = numpy.split(lowest(*both, 2 * size), 2)
+        if num_lacking := int((smallest == LARGEST).sum()):
+            raise RuntimeError(f"AQN noise went to {size - num_lacking} tensors of {size} targets")
+        if len(unequal := numpy.flatnonzero(smallest != ~others)):
+            name = self._targets[unequal[0]]
+            raise RuntimeError(f"ranks drew different AQN noise for {name}: seeds or weight versions differ")
+        return [int(value) for value in smallest]
+
+    def _own(self, boxes: list[tuple[str, Box]]) -> list[tuple[str, Box]]:
+        """Those that no rank before this one has. Collective; agreed on anew only when a rank has read other boxes."""
+        if is_any(self._counted is None or self._counted[0] != boxes):
+            pieces = HeldPieces(self._index, [Slice(name, box, name, box) for name, box in boxes])
+            self._counted = boxes, pieces.is_own
+        assert self._counted is not None
+        return list(compress(boxes, self._counted[1]))
 
 
 def _geometric(start: float, end: float, i: int, last: int) -> float:

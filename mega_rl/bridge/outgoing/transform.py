@@ -8,20 +8,13 @@ or rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from mega_rl.bridge.reshard.execute import Read
 
-
-@dataclass(frozen=True)
-class Notes:
-    """What the ranks note of one transform in one sync, and what it comes to."""
-
-    record: Callable[[], Any]  # of this rank, asked once after the sync has read everything; can be pickled
-    metrics: Callable[[Sequence[Any]], dict[str, float]]  # of the records of all ranks
-    names: Sequence[str]  # of these metrics, the same on every rank; some may be left out
+Metrics = Callable[[], dict[str, float]]  # the figures of one sync over all ranks, on every rank; collective
 
 
 @dataclass(frozen=True)
@@ -30,7 +23,7 @@ class Changed:
 
     read: Read
     sigma: float = 0.0  # standard deviation of the random noise that it adds; 0.0: none
-    notes: Notes | None = None  # for the metrics; None: there are none
+    metrics: Metrics = dict  # asked for once, after the sync has read everything
 
 
 class Transform(Protocol):
@@ -57,25 +50,9 @@ class Outgoing:
         """Standard deviation of the noise on what is sent; 0.0: none."""
         return max((change.sigma for change in self.changes), default=0.0)
 
-    @property
-    def names(self) -> list[str]:
-        """Of the figures of all transforms; empty if none of them notes anything."""
-        return [name for notes in self._notes for name in notes.names]
-
-    def records(self) -> list[Any]:
-        """What this rank noted, by transform that notes anything; once, after the sync has read everything."""
-        return [notes.record() for notes in self._notes]
-
-    def metrics(self, records_of_ranks: Sequence[Sequence[Any]]) -> dict[str, float]:
-        """The figures of all transforms; ``records_of_ranks`` are the ``records`` of every rank."""
-        found: dict[str, float] = {}
-        for notes, records in zip(self._notes, zip(*records_of_ranks, strict=True), strict=True):
-            found |= notes.metrics(records)
-        return found
-
-    @property
-    def _notes(self) -> list[Notes]:
-        return [change.notes for change in self.changes if change.notes is not None]
+    def metrics(self) -> dict[str, float]:
+        """The figures of all transforms, as of ``Metrics``; once, after the sync has read everything."""
+        return {name: value for change in self.changes for name, value in change.metrics().items()}
 
 
 def fold(transforms: Iterable[Transform], read: Read, version: int) -> Outgoing:

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mega_rl.bridge.reshard.execute import Read
-from mega_rl.bridge.reshard.held_pieces import HeldPieces, Numbers, total
+from mega_rl.bridge.reshard.held_pieces import LARGEST, HeldPieces, Numbers, lowest, total
 from mega_rl.bridge.series import Series, slices_of
 from mega_rl.bridge.slices import Box, Slice, carry_over, extents, indices, intersect, num_elements
-from mega_rl.parallel.collectives import gather_objects, together
+from mega_rl.parallel.collectives import together
 
 SAMPLE_SYNCS = 16  # `bridge.verify=sample` comes round to every tensor within so many syncs
 # Digits of a piece that are hashed at a time. On a processor their products stay in its cache; a device is told so
@@ -40,8 +40,9 @@ CHUNK_DIGITS_ON_DEVICE = 1 << 24
 NUM_KEPT_KEYS = 32  # ranges of rows or columns whose keys are kept on the device
 
 Hashes = list[int]  # the hashes of a rank's cells, in the order of the cells
-# Calls function(live parameters, *arguments[worker]) in every engine worker; all answers, on every rank.
-Inspect = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
+# Calls function(live parameters, *arguments[worker]) in every engine worker. Collective; returns worker -> answer, of
+# those that answer this rank: over all ranks every worker once.
+Inspect = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], dict[int, Any]]
 Sizes = Mapping[str, tuple[int, ...]]  # the sizes of the HF tensors
 Answer = TypeVar("Answer")
 
@@ -119,10 +120,10 @@ def live_hashes(parameters: Mapping[str, Tensor], cells: Sequence[Slice], salt: 
 def colocated(parameters: Mapping[str, Tensor], rank: int) -> Inspect:
     """``inspect`` for engine workers that live in the ranks of the default group."""
 
-    def inspect(function: Callable[..., Answer], arguments: Sequence[tuple[Any, ...]]) -> list[Answer]:
+    def inspect(function: Callable[..., Answer], arguments: Sequence[tuple[Any, ...]]) -> dict[int, Answer]:
         with together("hashing the engine's weights"):
             found = function(parameters, *arguments[rank])
-        return gather_objects(found)
+        return {rank: found}
 
     return inspect
 
@@ -271,12 +272,31 @@ class ExpectedHashes:
             raise RuntimeError(f"weight version {version}: {who} does not hold the whole of {lacking}")
 
 
-def first_difference(found: Sequence[Difference]) -> tuple[int, Difference] | None:
+def first_difference(answers: Mapping[int, Difference]) -> tuple[int, Difference] | None:
     """The first worker that holds another tensor, with its first such tensor and the number of those of all workers."""
-    ranks = [rank for rank, difference in enumerate(found) if difference.num_tensors]
-    if not ranks:
+    workers = sorted(worker for worker, answer in answers.items() if answer.num_tensors)
+    if not workers:
         return None
-    return ranks[0], Difference(sum(difference.num_tensors for difference in found), found[ranks[0]].hf_name)
+    return workers[0], Difference(sum(answers[one].num_tensors for one in workers), answers[workers[0]].hf_name)
+
+
+def first_of_ranks(answers: Mapping[int, Difference], names: Sequence[str]) -> tuple[int, Difference] | None:
+    """``first_difference`` of the answers of all ranks. Collective; while all agree the ranks exchange one number.
+
+    Args:
+        answers: worker -> its answer, of those that answered this rank.
+        names: of all tensors, the same on every rank.
+    """
+    found = first_difference(answers)
+    own = numpy.array([] if found is None else [found[0]], dtype=numpy.int64)
+    first = int(lowest(numpy.zeros_like(own), own, 1)[0])
+    if first == LARGEST:
+        return None
+    parts = numpy.zeros(2, dtype=numpy.int64)  # how many tensors differ, and which is the first
+    if found is not None:
+        parts[:] = found[1].num_tensors, names.index(found[1].hf_name) * (found[0] == first)
+    num_tensors, name = total(numpy.arange(2), parts, 2)
+    return first, Difference(int(num_tensors), names[int(name)])
 
 
 class Proof:
@@ -325,7 +345,8 @@ class Proof:
         hashes = self.expected.hashes(read, salt, version, names)
         size = len(self.expected.engine.workers)
         questions = [self.expected.question(hashes, salt, worker, names) for worker in range(size)]
-        found = first_difference(inspect(differing, [questions[i % size] for i in range(self.num_workers)]))
+        answers = inspect(differing, [questions[i % size] for i in range(self.num_workers)])
+        found = first_of_ranks(answers, list(sizes))
         if found is not None:
             rank, difference = found
             raise EngineDiffers(version, rank, difference.hf_name, difference.num_tensors)
@@ -358,12 +379,14 @@ class LoadProof:
         salt = 0
         expected = ExpectedHashes(sizes, held, engine)
         hashes = expected.hashes(read, salt, version=0)
-        self._num_loading = num_loading * len(engine)
+        self._num_loading, self._names = num_loading * len(engine), list(sizes)
         # For ``differing``, by worker of an engine.
         self.questions = [expected.question(hashes, salt, worker) for worker in range(len(engine))]
 
     def difference(self, inspect: Inspect, num_workers: int) -> str | None:
         """The first tensor that an engine has loaded otherwise, in words that follow "cannot write"; None: all agree.
+
+        Collective.
 
         Args:
             inspect: looks into the live parameters of all ``num_workers`` engine workers.
@@ -371,7 +394,7 @@ class LoadProof:
         nothing = (), None, numpy.zeros(0, dtype=numpy.int64), 0
         size = len(self.questions)
         asked = [self.questions[i % size] if i < self._num_loading else nothing for i in range(num_workers)]
-        found = first_difference(inspect(differing, asked))
+        found = first_of_ranks(inspect(differing, asked), self._names)
         return None if found is None else loaded_otherwise(f"the engine on rank {found[0]}", found[1])
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-from mega_rl.config.checks.modes import mode_problems
-from mega_rl.config.schema.sampling import RolloutConfig
 from mega_rl.config.schema.sections import CRITIC_ADVANTAGE, GroupBaseline, RunConfig
 from mega_rl.config.schema.stage import critic_parallel
 from mega_rl.errors import shown
@@ -51,8 +49,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "ppo": {"advantage": "gae", "kl_in": "reward", "kl_estimator": "k1"},  # arXiv 1707.06347, with InstructGPT's KL
 }
-# Engine options that change the distribution that tokens are drawn from.
-RESHAPING_OPTIONS = ("logits_processors", "override_generation_config", "top_p", "top_k", "min_p")
 
 
 def apply_preset(tree: MutableMapping[Any, Any]) -> None:
@@ -173,33 +169,3 @@ def _importance_problems(config: RunConfig, is_good: Callable[..., bool]) -> Ite
             f"algorithm.importance_floor {floor} and algorithm.importance_cap {cap} mask tokens on which trainer and "
             "engine agree: set them to bounds with 1 between them"
         )
-
-
-def sampling_problems(config: RunConfig) -> Iterator[str]:
-    """Sentences on how an engine may not sample: from another distribution than the trainer computes, or at another
-    time than the rest can do with."""
-    for option in RESHAPING_OPTIONS:
-        if config.rollout.vllm.get(option):
-            yield (
-                f"rollout.vllm.{option} changes the distribution that the engine samples from, which the trainer's "
-                "log-probabilities do not follow: remove it"
-            )
-    if config.rollout.weight_update != "reload":
-        yield from _placement_problems(config.rollout)
-    yield from mode_problems(config)
-
-
-def _placement_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Live weights are written where vLLM's linear placement has each expert, from the first sync to the last."""
-    ascend = rollout.vllm.get("additional_config")
-    eplb = ascend.get("eplb_config") if isinstance(ascend, Mapping) else None
-    for option, moves in (
-        ("enable_eplb", rollout.vllm.get("enable_eplb")),
-        ("expert_placement_strategy", rollout.vllm.get("expert_placement_strategy", "linear") != "linear"),
-        ("additional_config.eplb_config", eplb),
-    ):
-        if moves:
-            yield (
-                f"rollout.vllm.{option} places experts where live weights would not find them: remove it, or set "
-                "rollout.weight_update to reload"
-            )

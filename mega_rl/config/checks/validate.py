@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config.checks.adapters import adapter_problems
-from mega_rl.config.checks.algorithm import algorithm_problems, sampling_problems
+from mega_rl.config.checks.algorithm import algorithm_problems
 from mega_rl.config.checks.environment import environment_problems, score_parts
 from mega_rl.config.checks.model import model_problems
 from mega_rl.config.checks.rules import rules
+from mega_rl.config.checks.sampling import sampling_problems
 from mega_rl.config.schema.limits import Rule, any_number, text
 from mega_rl.config.schema.megatron_fields import field_problems
 from mega_rl.config.schema.sections import RunConfig

@@ -6,7 +6,7 @@ A key that is not among the exact ones takes the pattern with the longest text t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,14 @@ from typing import Any, Literal
 
 from mega_rl.config.reading.yaml_text import parse_yaml
 
-NEIGHBOURS = {"verl": "verl", "trl": "TRL", "llamafactory": "LLaMA-Factory", "areal": "AReaL", "openrlhf": "OpenRLHF"}
+NEIGHBOURS = {
+    "verl": "verl",
+    "trl": "TRL",
+    "llamafactory": "LLaMA-Factory",
+    "areal": "AReaL",
+    "openrlhf": "OpenRLHF",
+    "mindspeed_rl": "MindSpeed-RL",
+}
 HERE = Path(__file__).resolve().parent
 Kind = Literal["set", "rules", "same", "none", "passed"]
 
@@ -37,7 +44,7 @@ class Table:
 
     name: str
     entries: dict[str, Entry]
-    aliases: dict[str, str]  # earlier names of their keys
+    aliases: dict[str, str]  # earlier names of their keys, and sections that hold what another one does, with a dot
     metrics: dict[str, str]  # their name of a metric -> ours
 
     def find(self, key: str) -> Entry | None:
@@ -47,6 +54,11 @@ class Table:
         fits = [entry for pattern, entry in self.entries.items() if "*" in pattern and fnmatchcase(key, pattern)]
         passed = [entry for entry in self.entries.values() if entry.kind == "passed" and _below(key, entry.pattern)]
         return max(fits + passed, key=lambda entry: len(entry.pattern), default=None)
+
+    def renamed(self, key: str) -> str:
+        """The key under its present name, and in the section that it counts in."""
+        section, dot, last = key.partition(".")
+        return self.aliases.get(key) or self.aliases.get(section + dot, section + dot) + last
 
     def find_rule(self, name: str) -> list[str]:
         """The keys that a rule reads, in the order of the table."""
@@ -73,6 +85,10 @@ def table(name: str) -> Table:
     """The table of a neighbour, by its name in ``NEIGHBOURS``."""
     tree = _read(name)
     entries = list(_entries(tree))
+    own = {entry.pattern for entry in entries}
+    for other, section in (tree.get("include") or {}).items():
+        taken = (replace(entry, pattern=section + entry.pattern) for entry in _entries(_read(other)))
+        entries += [entry for entry in taken if entry.pattern not in own]
     patterns = [entry.pattern for entry in entries]
     assert len(patterns) == len(set(patterns)), sorted({key for key in patterns if patterns.count(key) > 1})
     return Table(

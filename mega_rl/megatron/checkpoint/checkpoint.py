@@ -43,7 +43,7 @@ from mega_rl.megatron.model.layers import frozen_weights
 from mega_rl.megatron.model.transformer import PolicyModel
 from mega_rl.megatron.offload import PARTS
 from mega_rl.megatron.optim.optimizer import ensure_state, own_hyperparameters
-from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, together
+from mega_rl.parallel.collectives import broadcast_object, gather_objects, is_first, smallest, together
 from mega_rl.parallel.layout import ParallelLayout
 
 GENERATORS = "generators.pt"  # torch's random states of every rank
@@ -207,9 +207,9 @@ def _number_steps(state: dict[Any, Any]) -> None:
         if part.get("param_state") == {}:  # of a stage that trains nothing; Megatron would warn that the others differ
             del part["param_state"]
     steps = [group["step"] for group in groups if "step" in group]
-    step = max((number for own in gather_objects(steps) for number in own), default=None)
+    step = -smallest(-max(steps, default=-1))
     for group in groups:
-        if step is not None:
+        if step >= 0:
             group.setdefault("step", step)
 
 

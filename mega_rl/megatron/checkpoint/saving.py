@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mega_rl import platform
@@ -59,10 +60,11 @@ from mega_rl.megatron.checkpoint.writers import (
 )
 from mega_rl.megatron.engine import MegatronEngine
 from mega_rl.megatron.offload import PARTS
-from mega_rl.parallel.collectives import gather_objects, gather_to_first, is_any, own_name, together
+from mega_rl.parallel.collectives import gather_to_first, is_any, own_name, together
 
 UNFINISHED = (".step_*.incomplete", ".step_*.replaced")  # what a killed save leaves
 LATE_WAIT_S = 5.0  # for the late part at a time: ranks wait for rank 0 in a collective, which has a limit
+NO_PLAN = SavePlan([])
 COMMON = "common.pt"  # Megatron's file of what is no tensor
 
 
@@ -93,6 +95,8 @@ class Report(NamedTuple):
     writer: str  # rank and host
     results: list[WriteResult]  # where each tensor is
     files: list[Written]
+    plan: SavePlan = NO_PLAN  # what of which tensor
+    generators: Any = None  # its random states as the checkpoint began
 
 
 class CheckpointWriter:
@@ -132,10 +136,11 @@ class CheckpointWriter:
             with one.in_its_groups():
                 one.collect_weights()
         partial = self.root / f".step_{step:08d}.incomplete"
-        generators = gather_objects(platform.current().rng_state())
+        generators = platform.current().rng_state()
         state, metadata = sharded_state(engine, is_loading=False)
         tuning = tuning_record(engine)
-        state, common = save_preprocess({**state, "content_metadata": metadata})
+        # What Megatron would validate of it in exchanges of its own is validated with the index.
+        state, common = save_preprocess({**state, "content_metadata": metadata}, validate_access_integrity=False)
         late = progress["data"] if isinstance(progress.get("data"), Late) else None
         content = {
             **progress,
@@ -153,16 +158,15 @@ class CheckpointWriter:
                 (partial / WEIGHTS).mkdir(parents=True)
                 if late is None:
                     _write_progress(partial, content)
-                (partial / GENERATORS).write_bytes(_saved(generators))
                 (partial / WEIGHTS / COMMON).write_bytes(_saved(common))
                 save_config(CheckpointingConfig("torch_dist", 1), str(partial / WEIGHTS))
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         shards = self._strategy.shards(state, partial, WEIGHTS, replicas)
-        request = shards.request()
+        request, publish = shards.request(), partial_call(self._publish, step, partial, shards, generators)
         if late is None:
-            request.add_finalize_fn(partial_call(self._publish, step, partial, shards, None))
+            request.add_finalize_fn(partial_call(publish, None))
         else:
-            self._open = _Open(late, lambda data: self._publish(step, partial, shards, {**content, "data": data}))
+            self._open = _Open(late, lambda data: publish({**content, "data": data}))
         with writers_end_with_us():
             if self._calls is None:
                 request.execute_sync()
@@ -195,21 +199,25 @@ class CheckpointWriter:
         publish, self._open = self._open.publish, None
         publish(found or {})
 
-    def _publish(self, step: int, partial: Path, shards: Shards, progress: Mapping[str, Any] | None) -> None:
+    def _publish(
+        self, step: int, partial: Path, shards: Shards, generators: Any, progress: Mapping[str, Any] | None
+    ) -> None:
         """Make a completely written checkpoint one that can be chosen, and remove the oldest ones.
 
         Args:
+            generators: this rank's random states as the checkpoint began.
             progress: is written now; None: it is there.
         """
         with self._on_disk(step):
             if dist.get_rank() == 0 and progress is not None:
                 _write_progress(partial, progress)
             results, files = shards.reported()
-        reports = gather_to_first(Report(own_name(), results, files))
+        reports: list[Report] = gather_to_first(Report(own_name(), results, files, shards.plan, generators))
         with self._on_disk(step):
             if dist.get_rank() != 0:
                 return
-            shards.write_index([report.results for report in reports])
+            (partial / GENERATORS).write_bytes(_saved([report.generators for report in reports]))
+            shards.write_index([report.plan for report in reports], [report.results for report in reports])
             own = [partial / name for name in (PROGRESS, COLUMNS, GENERATORS) if (partial / name).exists()]
             own += [partial / WEIGHTS / name for name in (COMMON, "metadata.json", INDEX)]
             reports.append(Report(own_name(), [], written(partial, own)))

@@ -8,27 +8,40 @@ import pickle
 import queue
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 import psutil
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import (
+    ShardDistribution,
+    determine_main_replica_uniform_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.metadata import Metadata
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mega_rl.bridge.files.torch_dist.manifest import Written, written
+from mega_rl.parallel.collectives import is_any
 
 PR_SET_PDEATHSIG = 1
+WRITERS_OF_A_RANK = 2  # processes, and files
 _libc = ctypes.CDLL(None)
 
 
@@ -75,11 +88,11 @@ class Shards:
     Args:
         root: directory of the checkpoint; the shards are in a directory under it.
         writer: Megatron's, which knows what goes into which file.
-        index: what becomes the index of the checkpoint; on rank 0 only.
+        plan: what this rank writes of which tensor.
     """
 
-    def __init__(self, root: Path, writer: filesystem_async.FileSystemWriterAsync, index: Metadata | None) -> None:
-        self._root, self._writer, self._index = root, writer, index
+    def __init__(self, root: Path, writer: filesystem_async.FileSystemWriterAsync, plan: SavePlan) -> None:
+        self._root, self._writer, self.plan = root, writer, plan
         self._channel = _Channel()
 
     def request(self) -> AsyncRequest:
@@ -110,10 +123,42 @@ class Shards:
             raise OSError(f"{ends} bytes were written, and the files are {files}")
         return results, files
 
-    def write_index(self, results: list[list[WriteResult]]) -> None:
-        """The index of what all ranks have written; on rank 0."""
-        assert self._index is not None
-        self._writer.finish(self._index, results)
+    def write_index(self, plans: Sequence[SavePlan], results: list[list[WriteResult]]) -> None:
+        """The index of what all ranks have written; on rank 0.
+
+        Raises:
+            RuntimeError, ValueError: it is not every tensor whole and once.
+        """
+        if (fault := fault_of(plans)) is not None:
+            raise RuntimeError(fault)
+        _, index = _planner().create_global_plan(list(plans))
+        index.all_local_plans = list(plans)
+        self._writer.finish(index, results)
+
+
+def fault_of(plans: Iterable[SavePlan]) -> str | None:
+    """What torch's planner does not see in all ranks' plans: parts of unlike tensors, or objects that are missing.
+
+    None: nothing is wrong.
+    """
+    known: dict[str, tuple[Any, Any]] = {}
+    objects: Counter[tuple[str, str]] = Counter()  # (key, shape) -> how many of them there are
+    for item in (item for plan in plans for item in plan.items):
+        key, _, place = item.index.fqn.rpartition("/shard_")  # as Megatron names objects that every rank has one of
+        if (tensor := item.tensor_data) is not None:
+            what = tensor.size, tensor.properties.dtype
+            if known.setdefault(item.index.fqn, what) != what:
+                return f"two ranks wrote parts of {item.index.fqn} as of tensors of other sizes or dtypes"
+        elif key:
+            objects[key, place.split("_")[1]] += 1
+    for (key, shape), count in objects.items():
+        if count != (wanted := prod(map(int, shape.split(".")))):
+            return f"{count} of {wanted} parts of {key} were written"
+    return None
+
+
+def _planner() -> MCoreSavePlanner:
+    return MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
 
 
 def _write_and_report(
@@ -165,25 +210,40 @@ def _noticing_ended_writers() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-class ShardStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format; what makes one checkpoint of the shards is left to the caller."""
+class ShardStrategy:
+    """Megatron's torch_dist format, planned by each rank for itself: the plans meet on rank 0 with what was written.
+
+    Megatron's own planning has all ranks exchange a description of every tensor three times before they write.
+    """
 
     def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
+        self._held: list[Any] | None = None  # what ``_shares`` is of
+        self._shares: ShardDistribution | None = None
 
     def shards(self, state: dict[str, Any], root: Path, folder: str, replicas: dist.ProcessGroup) -> Shards:
         """The shards under ``root / folder`` that this rank is to write of a sharded state. All ranks call it.
 
         Args:
-            replicas: ranks that hold the same tensors, which they share out among them.
+            replicas: ranks that hold the same tensors, which they share out among them: with the first checkpoint, and
+                whenever what they hold has changed.
         """
-        shares = determine_main_replica_uniform_distribution(state, replicas)
-        distribute_main_replicas_with_precomputed_distribution(state, replicas, shares)
-        writer, index = self.async_save(state, root / folder)
-        return Shards(root, writer, index)
+        held = [_described(one) for one in nested_values(state) if isinstance(one, ShardedTensor)]
+        if is_any(held != self._held, replicas):
+            self._held, self._shares = held, determine_main_replica_uniform_distribution(state, replicas)
+        distribute_main_replicas_with_precomputed_distribution(state, replicas, self._shares)
+        tensors = mcore_to_pyt_state_dict(_replace_state_dict_keys_with_sharded_keys(state, True)[0], False)
+        writer = filesystem_async.FileSystemWriterAsync(root / folder, thread_count=WRITERS_OF_A_RANK)
+        planner, is_first = _planner(), dist.get_rank() == 0
+        planner.set_up_planner(tensors, is_coordinator=is_first)
+        writer.set_up_storage_writer(is_first)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        placed = writer.prepare_decentralized_global_plan(planner.create_decentralized_global_plan(plan))
+        writer.prepare_write_data(planner.finish_plan(placed), planner)
+        return Shards(root, writer, plan)
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, plan: Any) -> Any:
-        return writer, plan[1]
+
+def _described(tensor: ShardedTensor) -> tuple[Any, ...]:
+    return tensor.key, tensor.dtype, tensor.local_shape, tensor.global_shape, tensor.global_offset, tensor.replica_id
 
 
 class _Forks:

@@ -102,6 +102,10 @@ _AGREEMENT = (
     MetricSpec("rollout/kl_of_staleness/*", "nats", "rollout/kl of these tokens alone"),
     MetricSpec("rollout/logprob_diff_of_staleness/*", "nats", "mean |trainer - engine| of these tokens alone"),
     MetricSpec("gates/engine_tokens", "tokens", "tokens that were compared with the weights that sampled them", "sum"),
+    MetricSpec(
+        "gates/validation_tokens", "tokens", "tokens of a validation that were compared with the trainer", "last"
+    ),
+    MetricSpec("gates/validation_diff", "nats", "mean |trainer - engine| of these tokens", "last"),
     MetricSpec("gate/reference", "nats", "first step: largest |policy - reference| of a token", "max"),
     MetricSpec("gate/ppo_kl", "nats", "first step: largest |pi_old - policy| of a token", "max"),
     MetricSpec("gate/ratio", "1", "first step: largest distance of the ratio from 1", "max"),

@@ -41,6 +41,8 @@ HEALTHY: dict[str, str] = {
     "gate/engine": "about 1e-6 in float32, 1e-3 to 1e-2 in bfloat16; never above trainer.gates.engine",
     "gates/engine_tokens": "all learnt tokens where every step samples with its own weights; 0 with rollout.mode "
     "pinned and max_staleness above 0",
+    "gates/validation_tokens": "those of 64 answers, or of all if there are fewer; only with max_staleness above 0",
+    "gates/validation_diff": "about 1e-6 in float32, 1e-3 to 1e-2 in bfloat16; a run ends above trainer.gates.engine",
     "rollout/logprob_diff_of_staleness/*": "steady, larger for older weights; a run ends at four times the last "
     "steps, or 0.1 if that is more",
     "rollout/logprob_diff_mean": "steady: about 1e-6 in float32, 1e-3 to 1e-2 in bfloat16, more with noise; a run ends "

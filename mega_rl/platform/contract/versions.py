@@ -54,7 +54,7 @@ COMBINATIONS: dict[str, tuple[Component, ...]] = {
         Component("python", ("3.11", "3.12"), True, "use Python 3.11 or 3.12"),
         Component("cann", ("9.1.0",), True, f"install CANN 9.1.0 with NNAL ({_VENDOR}), and source its set_env.sh"),
         Component("torch", ("2.10.0",), True, "pip install torch==2.10.0, the CPU build"),
-        Component("torch_npu", ("2.10.0.post4",), True, "pip install torch_npu==2.10.0.post4"),
+        Component("torch_npu", ("2.10.0.post4", "2.10.0.post7"), True, "pip install torch_npu==2.10.0.post7"),
         Component("megatron-core", ("0.16",), True, "pip install megatron-core==0.16.1"),
         Component("mindspeed", ("0.16",), False, f"install MindSpeed's branch core_r0.16.0 ({_VENDOR})"),
         Component("vllm", ("0.23.0",), False, "install vLLM 0.23.0 from source with VLLM_TARGET_DEVICE=empty"),
@@ -164,7 +164,7 @@ def _failing(platform_name: str, versions: Versions) -> list[tuple[str, str]]:
             (
                 "torch_npu",
                 f"torch_npu {torch_npu} does not load with torch {torch}: install the two with equal first numbers, "
-                "such as torch 2.10.0 and torch_npu 2.10.0.post4",
+                "such as torch 2.10.0 and torch_npu 2.10.0.post7",
             )
         )
     if vllm and vllm_ascend and _minor(vllm) != _minor(vllm_ascend):

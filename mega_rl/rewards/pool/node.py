@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -94,8 +94,8 @@ def knows(connection: Any, key: bytes) -> bool:
     return False
 
 
-def serve(connection: Any, pool: Pool) -> None:
-    """Answer one rank's submissions until it ends."""
+def serve(connection: Any, pool: Pool, of_owned: Callable[[int], Future[Answers]] | None = None) -> None:
+    """Answer one rank's submissions until it ends; ``of_owned`` those that name something of this process."""
     is_writing = threading.Lock()
 
     def answer(number: int, answered: Future[Answers]) -> None:
@@ -108,7 +108,12 @@ def serve(connection: Any, pool: Pool) -> None:
         while True:
             header = json.loads(connection.recv_bytes())
             samples = [connection.recv_bytes() for _ in range(header["num_samples"])]
-            pool.submit(samples).add_done_callback(partial(answer, header["number"]))
+            if header["owned"] is None:
+                answered = pool.submit(samples)
+            else:
+                assert of_owned is not None, "a rank that owns nothing is asked for something"
+                answered = of_owned(header["owned"])
+            answered.add_done_callback(partial(answer, header["number"]))
 
 
 def loss(owner: str, where: str = "this node") -> PoolError:
@@ -154,12 +159,19 @@ class RemotePool:
         self._open: dict[int, Future[Answers]] = {}  # without an answer
         self._is_lost = False
         self._loss, self._connection = loss, connection
-        self._to_send: SimpleQueue[tuple[int, Sequence[bytes]] | None] = SimpleQueue()
+        self._to_send: SimpleQueue[tuple[int, Sequence[bytes], int | None] | None] = SimpleQueue()
         for work in (self._send, self._receive):
             threading.Thread(target=work, daemon=True).start()
 
     def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
         """See `Pool.submit`."""
+        return self._submit(samples, None)
+
+    def submit_owned(self, number: int) -> Future[Answers]:
+        """Have the owner of the workers submit what it owns under a number."""
+        return self._submit((), number)
+
+    def _submit(self, samples: Sequence[bytes], owned: int | None) -> Future[Answers]:
         result: Future[Answers] = Future()
         with self._lock:
             if self._is_lost:
@@ -167,7 +179,7 @@ class RemotePool:
                 return result
             number = next(self._numbers)
             self._open[number] = result
-            self._to_send.put((number, samples))
+            self._to_send.put((number, samples, owned))
         return result
 
     def close(self) -> None:
@@ -177,8 +189,9 @@ class RemotePool:
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too
             while (work := self._to_send.get()) is not None:
-                number, samples = work
-                self._connection.send_bytes(json.dumps({"number": number, "num_samples": len(samples)}).encode())
+                number, samples, owned = work
+                header = {"number": number, "num_samples": len(samples), "owned": owned}
+                self._connection.send_bytes(json.dumps(header).encode())
                 for sample in samples:
                     self._connection.send_bytes(sample)
 

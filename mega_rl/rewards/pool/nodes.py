@@ -40,11 +40,7 @@ class NodePools:
 
     def __init__(self, host: str) -> None:
         """``host``: how the others reach this machine."""
-        is_here = host in LOOPBACK
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() and not is_here else socket.AF_INET
-        self._listener = socket.create_server(
-            (LOOPBACK[0] if is_here else "", 0), family=family, dualstack_ipv6=family == socket.AF_INET6
-        )
+        self._listener = listen(host in LOOPBACK)
         key = secrets.token_bytes(32)
         self.address = MeetingAddress(host, self._listener.getsockname()[1], key)
 
@@ -66,7 +62,7 @@ class NodePools:
                 raise PoolError(
                     f"rewards: {who} to {at} within {WELCOME_S:g} s: let the nodes of a run reach each other's ports"
                 ) from error
-            connection = _connection(connected)
+            connection = connection_of(connected)
             with contextlib.suppress(OSError, EOFError, ValueError):
                 if knows(connection, self.address.key) and (owner := int(connection.recv_bytes(20))) in left:
                     found[owner] = RemotePool(connection, takes_images, loss(f"rank {owner}", "its node"))
@@ -78,15 +74,20 @@ class NodePools:
         self._listener.close()
 
 
-def lend(pool: Pool, address: MeetingAddress, rank: int) -> Callable[[], None]:
+def lend(
+    pool: Pool, address: MeetingAddress, rank: int, of_owned: Callable[[int], Future[Answers]]
+) -> Callable[[], None]:
     """Let the rank at an address use the workers of this rank until either of them ends; returns what ends it before.
+
+    Args:
+        of_owned: what the workers say of the trajectory that this rank owns under a number.
 
     Raises:
         PoolError: it cannot be reached.
     """
     where = f"port {address.port} of {address.host}"
     try:
-        connection = _connection(socket.create_connection((address.host, address.port), WELCOME_S))
+        connection = connection_of(socket.create_connection((address.host, address.port), WELCOME_S))
         introduce(connection, address.key)
         connection.send_bytes(str(rank).encode())
     except (OSError, EOFError) as error:
@@ -94,11 +95,20 @@ def lend(pool: Pool, address: MeetingAddress, rank: int) -> Callable[[], None]:
             f"rewards: rank {rank} cannot reach {where} ({error}), to lend the reward workers of its node: let the "
             "nodes of a run reach each other's ports"
         ) from error
-    threading.Thread(target=serve, args=(connection, pool), daemon=True).start()
+    threading.Thread(target=serve, args=(connection, pool, of_owned), daemon=True).start()
     return partial(_end, connection)
 
 
-def _connection(connected: socket.socket) -> Any:
+def listen(is_here: bool) -> socket.socket:
+    """Listen at a free port, for processes of this machine or of all."""
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() and not is_here else socket.AF_INET
+    place = (LOOPBACK[0] if is_here else "", 0)
+    return socket.create_server(
+        place, family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=family == socket.AF_INET6
+    )
+
+
+def connection_of(connected: socket.socket) -> Any:
     """A connection that finds out that the host at its other end is gone, which may say nothing of it."""
     connected.settimeout(None)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import broadcast_list, broadcast_object
 from mega_rl.rollout.engine import Ended, Request, ResumingSampler, Sampler, whole
-from mega_rl.types import Score, Trajectory, TrajectorySummary
+from mega_rl.types import Response, Score, Trajectory, TrajectorySummary
 
 MAX_SCORING_WAIT_S = 5.0
 STEPS_PER_LOOK = 8  # of an engine in which nothing ends, between two looks at what the others have
@@ -42,6 +42,19 @@ class PromptGroup:
     """All trajectories of one prompt, by sample number, and their scores."""
 
     trajectories: tuple[Trajectory, ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def num_turns(self) -> tuple[int, ...]:
+        """Of the model, in every sample."""
+        return tuple(map(_num_turns, self.trajectories))
+
+
+@dataclass(frozen=True)
+class FleetGroup:
+    """The same of a fleet, whose engines may have handed the trajectories to the ranks that own them."""
+
+    trajectories: tuple[Response, ...]
     scores: tuple[Score, ...]
 
     @property
@@ -63,7 +76,7 @@ class GroupSummary:
         return tuple(map(_num_turns, self.summaries))
 
 
-def _num_turns(sample: Trajectory | TrajectorySummary) -> int:
+def _num_turns(sample: Response | TrajectorySummary) -> int:
     return 1 if sample.episode is None else sample.episode.num_turns
 
 

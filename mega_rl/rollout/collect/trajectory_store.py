@@ -1,14 +1,15 @@
 """Where the tokens of trajectories lie, and how they come to the ranks that learn from them.
 
-A trajectory stays with its *owner*, the rank that took it from an engine. All others know its ``TrajectorySummary``.
-From the summaries every rank finds out by itself who needs which tokens, so that they are sent as plain arrays without
-a word about them: from the owner to one rank of the data-parallel rank's group (the ranks that learn from the same
-sequences), and from there to the group.
+A trajectory stays with its *owner*, the rank that took it from an engine, or that an engine handed it to. All others
+know its ``TrajectorySummary``. From the summaries every rank finds out by itself who needs which tokens, so that they
+are sent as plain arrays without a word about them: from the owner to one rank of the data-parallel rank's group (the
+ranks that learn from the same sequences), and from there to the group.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -20,7 +21,8 @@ from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.sending import collect_to_first, exchange
 from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
-from mega_rl.types import Trajectory, TrajectorySummary, TrajectoryTokens
+from mega_rl.rollout.collect.handed_trajectories import HandedTrajectories, OwnerAddress, given_back, open_owners
+from mega_rl.types import HandedTrajectory, Response, Trajectory, TrajectorySummary, TrajectoryTokens
 
 WORD = 4  # bytes that every array begins at a multiple of
 
@@ -46,7 +48,9 @@ class TrajectoryStore:
         self._data_rank = layout.coordinates(rank).data
         assert (group is None) == (len(self._groups[self._data_rank]) == 1), "ranks that share need a group"
         self._own: dict[int, Trajectory] = {}  # by number
-        self._num_owned = 0
+        self._numbers = itertools.count()
+        self._handed: HandedTrajectories | None = None
+        self.owners: tuple[OwnerAddress, ...] = ()  # that engines hand trajectories to
         self._sent: list[set[tuple[int, int]]] = [set() for _ in self._groups]  # keys that a data-parallel rank has
         self._received: dict[tuple[int, int], TrajectoryTokens] = {}
 
@@ -59,21 +63,43 @@ class TrajectoryStore:
             group, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo", timeout=timeout)
         return cls(layout, dist.get_rank(), group, engine)
 
-    def add(self, trajectory: Trajectory) -> TrajectorySummary:
-        """Own a trajectory from now on."""
-        number, self._num_owned = self._num_owned, self._num_owned + 1
-        self._own[number] = trajectory
-        summary = trajectory.summary(self._rank, number)
+    def open_owners(self) -> None:
+        """Let engines hand trajectories to a rank of every node, if there are several. Collective."""
+        self._handed, self.owners = open_owners(self._number_of)
+
+    def add(self, trajectory: Response) -> TrajectorySummary:
+        """Own a trajectory from now on; one that was handed over stays with its owner."""
+        if isinstance(trajectory, HandedTrajectory):
+            return trajectory.summary._replace(engine=trajectory.engine)
+        summary = trajectory.summary(self._rank, self._number_of(trajectory))
         is_said = trajectory.engine is not None or len(summary.versions) > 1  # another engine may have begun a tail
         return summary if is_said else summary._replace(engine=self._engine)
 
     def adopt(self, trajectories: Sequence[Trajectory]) -> list[TrajectorySummary]:
         """Take in, as the first ones, trajectories that all ranks were given: rank 0 owns them."""
-        assert not self._num_owned, "ranks that own trajectories already number them differently"
-        self._num_owned = len(trajectories)
+        numbers = [next(self._numbers) for _ in trajectories]
+        assert numbers[:1] in ([], [0]), "ranks that own trajectories already number them differently"
         if self._rank == 0:
-            self._own = dict(enumerate(trajectories))
-        return [trajectory.summary(0, number) for number, trajectory in enumerate(trajectories)]
+            self._own = dict(zip(numbers, trajectories, strict=True))
+        return [one.summary(0, number) for one, number in zip(trajectories, numbers, strict=True)]
+
+    def whole(self, trajectory: Response) -> Trajectory:
+        """The trajectory with its tokens, wherever it is; not collective."""
+        return given_back(trajectory, self.owners) if isinstance(trajectory, HandedTrajectory) else trajectory
+
+    def own(self, number: int) -> Trajectory:
+        """One that this rank owns; called in any thread."""
+        return self._own[number]
+
+    def close_owners(self) -> None:
+        """Take nothing from engines any more; what there is stays."""
+        if self._handed is not None:
+            self._handed.close()
+
+    def forget_handed(self, step: int) -> None:
+        """Forget what engines handed to this rank for earlier steps, also what nobody was told of."""
+        for number in [] if self._handed is None else self._handed.forget_before(step):
+            self._own.pop(number, None)
 
     def drop(self, summaries: Iterable[TrajectorySummary]) -> None:
         """Forget these trajectories, here and wherever they were sent."""
@@ -109,6 +135,12 @@ class TrajectoryStore:
         if self._rank != 0:
             return []
         return [PromptGroup(tuple(islice(found, len(group.summaries))), group.scores) for group in groups]
+
+    def _number_of(self, trajectory: Trajectory) -> int:
+        """Own a trajectory; called in any thread."""
+        number = next(self._numbers)
+        self._own[number] = trajectory
+        return number
 
     def _by_owner(self, parts: Sequence[Sequence[TrajectorySummary]]) -> list[dict[int, list[TrajectorySummary]]]:
         found: list[dict[int, list[TrajectorySummary]]] = [{} for _ in parts]

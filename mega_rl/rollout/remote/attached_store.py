@@ -11,7 +11,8 @@ import psutil
 import torch
 
 from mega_rl.platform.transfers import HostCopies
-from mega_rl.rollout.remote.weight_store import Location, Store, StoreForm, WantedVersion, take
+from mega_rl.rollout.remote.weight_store import Location, Store, WantedVersion, take
+from mega_rl.rollout.store_form import StoreForm
 
 WATCH_S = 1.0  # between two looks whether the store's process is there
 

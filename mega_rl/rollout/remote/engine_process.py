@@ -24,16 +24,18 @@ from mega_rl.parallel.collectives import connect_on_use, connects_on_use
 from mega_rl.parallel.joint_group import MeetingPoint, join_store, open_meeting
 from mega_rl.parallel.store import LOOPBACK
 from mega_rl.platform.contract.versions import installed
+from mega_rl.rollout.collect.handed_trajectories import OwnerAddress, hand_over
 from mega_rl.rollout.engine import Ended, ProbedSampler, Request
 from mega_rl.rollout.episodes.episode_tokens import EpisodePlan
 from mega_rl.rollout.episodes.episodes import EpisodeSampler
 from mega_rl.rollout.partial import ResponsePiece
 from mega_rl.rollout.receiver import Link
 from mega_rl.rollout.remote.attached_store import AttachedStore
-from mega_rl.rollout.remote.weight_store import Location, RewrittenError, Store, StoreForm, WantedVersion
+from mega_rl.rollout.remote.weight_store import Location, RewrittenError, Store, WantedVersion
+from mega_rl.rollout.store_form import StoreForm
 from mega_rl.rollout.vllm.receiving_engine import ReceivingEngine
 from mega_rl.rollout.vllm.start.seeing import Pixels, Sight
-from mega_rl.types import Trajectory
+from mega_rl.types import Response, Trajectory
 
 KERNEL_COMPONENTS = ("torch", "cann", "vllm", "vllm-ascend", "triton-ascend")
 KERNEL_PACKAGES = ("triton", "flashinfer-python")
@@ -86,7 +88,10 @@ class EngineProcess:
         self._tensor_rank = 0
         self._num_steps = 0  # of the engine, in ``proceed``
         self._pulse: PulseWriter | None = None
-        self._tickets: dict[int, tuple[int, int]] = {}  # request's number -> attempt and sample of its ticket
+        self._tickets: dict[
+            int, tuple[int, int, int]
+        ] = {}  # request's number -> step, attempt and sample of its ticket
+        self._owners: tuple[OwnerAddress, ...] = ()
         self._told: dict[int, int] = {}  # request's number -> tokens that ``grown`` has returned
         self._weights = AttachedStore()
         self._workers: dist.ProcessGroup | None = None  # of this engine, on the host; None: it is the only one
@@ -223,6 +228,7 @@ class EngineProcess:
 
     def issue(
         self,
+        step: int,
         attempt: int,
         samples: Sequence[int],
         requests: Sequence[Request],
@@ -230,16 +236,21 @@ class EngineProcess:
     ) -> None:
         """Begin with samples of a ticket; ``proceed`` returns them under the number of the attempt.
 
+        ``step`` is that of the ticket, below 0 in a validation.
         ``pictures`` are as of ``submit``.
         """
         with self._showing(pictures):
             numbers = self.sampler.enter(requests)
-        self._tickets |= zip(numbers, ((attempt, sample) for sample in samples), strict=True)
+        self._tickets |= zip(numbers, ((step, attempt, sample) for sample in samples), strict=True)
 
-    def proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
+    def proceed(self, max_steps: int) -> list[tuple[int, int, Response]]:
         """``advance`` for what ``issue`` began: (attempt, sample, response), on the engine's first worker only.
 
-        Does nothing while the engine has no whole weights.
+        Does nothing while the engine has no whole weights. Responses of steps are handed to their owners, if there are
+        any; the others are returned with their tokens.
+
+        Raises:
+            RuntimeError: an owner does not take one.
         """
         if self._is_torn:
             time.sleep(REST_S)
@@ -251,7 +262,9 @@ class EngineProcess:
             ended = self.sampler.numbered_step()
             self._num_steps += 1
         answers = [(self._tickets.pop(number), one) for number, one in ended]
-        return [] if self._tensor_rank else [(*ticket, one) for ticket, one in answers if isinstance(one, Trajectory)]
+        if self._tensor_rank:
+            return []
+        return [(*t[1:], hand_over(one, self._owners, *t)) for t, one in answers if isinstance(one, Trajectory)]
 
     def grown(self, least: int) -> list[tuple[int, int, ResponsePiece]]:
         """What responses that ``issue`` began have got since this was last asked: (attempt, sample, piece).
@@ -263,10 +276,13 @@ class EngineProcess:
         found = self.engine.grown(self._told, least)
         self._told |= {number: piece.first + piece.num_tokens for number, piece in found.items()}
         self._told = {number: told for number, told in self._told.items() if number in self._tickets}
-        return [(*self._tickets[number], piece) for number, piece in found.items()]
+        return [(*self._tickets[number][1:], piece) for number, piece in found.items()]
 
-    def attach(self, form: StoreForm) -> None:
-        """Weights will come from stores of this form; collective among the engine's workers."""
+    def attach(self, form: StoreForm, owners: Sequence[OwnerAddress] = ()) -> None:
+        """Weights will come from stores of this form, and responses go to these owners, or to the caller if there are
+        none; collective among the engine's workers.
+        """
+        self._owners = tuple(owners)
         self._weights.know(form, self._tensor_rank)
         if self._workers is None and dist.is_initialized() and dist.get_world_size() > 1:
             self._workers = dist.new_group(backend="gloo")

@@ -161,13 +161,14 @@ class RemoteEngines:
         return ended, requests
 
     def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+        """As of ``Probed``, on rank 0; nothing on the others."""
         found: list[dict[int, float]] = []
         with together("probing the rollout engines"):
             if self._fleet is not None:
                 calls = [(prompt_ids, temperature)] * self.num_workers
                 answers = self._fleet.call("first_logprobs", calls, "answering a probe")
                 found = [of_engine for answer in answers[:: self.engine_size] for of_engine in answer]
-        return broadcast_object(found)
+        return found
 
     def generate(self, requests: Sequence[Request]) -> list[Trajectory]:
         """As ``Sampler.generate``; unlike after ``step`` every rank has the trajectories, so it is for few of them."""

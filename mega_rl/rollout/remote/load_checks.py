@@ -109,7 +109,7 @@ class LoadChecks:
         kind = self._kinds[start]
         words = next((one for one in found if isinstance(one, str)), None)
         if words is None:
-            wrong = first_difference([one for one in found if isinstance(one, Difference)])
+            wrong = first_difference({i: one for i, one in enumerate(found) if isinstance(one, Difference)})
             words = wrong and loaded_otherwise(f"engine {start.engine}", wrong[1])
         if words is not None:
             mode = self.spec.rollout.mode

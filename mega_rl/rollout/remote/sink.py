@@ -42,14 +42,14 @@ class RemoteSink:
     def weight_version(self) -> int:
         return self._engines.weight_version
 
-    def inspect(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """What ``function(live parameters, *arguments[worker])`` returns in every worker; the same on every rank."""
+    def inspect(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
+        """What ``function(live parameters, *arguments[worker])`` returns in every worker; all of it on rank 0."""
         answers: list[Any] = []
         with together("inspecting the rollout engines"):
             if self._engines.fleet is not None:
                 calls = [(function, *of_worker) for of_worker in arguments]
                 answers = self._engines.fleet.call("inspect", calls, "inspected")
-        return broadcast_object(answers)
+        return dict(enumerate(answers))
 
     def layout(self) -> list[list[Series]]:
         size = self._engines.engine_size
@@ -57,11 +57,12 @@ class RemoteSink:
 
     def obstacle(self, load: LoadProof) -> str | None:
         """What cannot be written in any worker, in words that follow "cannot write"; None if all can be. Collective."""
-        shapes = self.inspect(_without_contents, self._same())
-        for parameters, wanted in zip(shapes, self.layout(), strict=True):
-            if found := difference(parameters, slices_of(wanted), self._weights.dtype):
-                return found
-        return load.difference(self.inspect, self._engines.num_workers)
+        shapes, layout, dtype = self.inspect(_without_contents, self._same()), self.layout(), self._weights.dtype
+        with together("matching the engines' parameters"):
+            found = (difference(parameters, slices_of(layout[worker]), dtype) for worker, parameters in shapes.items())
+            own = next((words for words in found if words), None)
+        words: str | None = broadcast_object(own)
+        return words or load.difference(self.inspect, self._engines.num_workers)
 
     def connect(self, sources: Layout) -> None:
         """Join trainer ranks and engine workers in one group, the trainer's first, and plan all syncs to come."""

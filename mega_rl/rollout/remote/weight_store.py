@@ -6,6 +6,9 @@ engine has memory of its own, which all engines of the node share: one part with
 all versions, and one slot for every version that must be there at a time. Each begins with a stamp, which changes when
 it is written anew, and with the hashes of its tensors. A reader has asked for a stamp and knows the digest of the
 hashes, so it tells weights that newer ones have replaced from weights that are wrong.
+
+Weights with adapters may lie there frozen, in the part that is the same in all versions, and a slot then has the
+adapters' factors: the reader adds them, and the hashes are those of the sums, which the trainer has made too.
 """
 
 from __future__ import annotations
@@ -14,141 +17,24 @@ import fcntl
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import prod
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import psutil
 import torch
 
+from mega_rl.bridge.lora import Factors, merge_into
 from mega_rl.bridge.mapping.live_check import difference
-from mega_rl.bridge.reshard.proof import live_hashes
-from mega_rl.bridge.series import Series, slices_of
-from mega_rl.bridge.slices import Slice
+from mega_rl.bridge.slices import extents, indices
 from mega_rl.errors import InputError
 from mega_rl.fleet.tickets import named
 from mega_rl.platform.transfers import HostCopies
+from mega_rl.rollout.store_form import Hashes, StoreForm, WorkerPlan
 
-ALIGNMENT = 4096  # of every parameter, bytes: a page
 FIXED_STAMP = 2  # of what no version changes, once it is there
 PROOF_BYTES = 16  # of the digest of a part's hashes
 LIMIT_OF_CONTAINER = Path("/sys/fs/cgroup/memory.max")
-
-Hashes = npt.NDArray[np.uint64]  # of the tensors of a part, in its order
-
-
-class PartPlace(NamedTuple):
-    """Where one parameter of a worker lies in its part of the store."""
-
-    start: int  # bytes
-    size: tuple[int, ...]
-
-
-class Part:
-    """How some parameters of a worker lie together: a page with the stamp, the hashes of the tensors, the parameters.
-
-    A parameter is no larger than the slices say: rows of padding are left out.
-    """
-
-    def __init__(self, slices: Sequence[Slice], dtype: torch.dtype) -> None:
-        self.slices, self.dtype = slices, dtype
-        numbers: dict[tuple[str, str], int] = {}
-        of_slices = [numbers.setdefault((s.local_name, s.hf_name), len(numbers)) for s in slices]
-        self.numbers = numbers  # (local parameter, Hugging Face tensor) -> the tensor's place among the hashes
-        self._of_slices = np.array(of_slices, dtype=np.int64)  # the tensor that each slice is of
-        self.places = _places(slices, dtype, start=_aligned(ALIGNMENT + 8 * len(numbers)))
-        ends = (place.start + prod(place.size) * dtype.itemsize for place in self.places.values())
-        self.num_bytes = _aligned(max(ends, default=ALIGNMENT))
-
-    def parameters(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parameters that lie in the memory of such a part, by the engine's names."""
-        return {
-            name: memory[start : start + prod(size) * self.dtype.itemsize].view(self.dtype).view(size)
-            for name, (start, size) in self.places.items()
-        }
-
-    def hashes_in(self, memory: torch.Tensor) -> Hashes:
-        """Where the hashes of the tensors lie."""
-        found: Hashes = memory[ALIGNMENT : ALIGNMENT + 8 * len(self.numbers)].numpy().view(np.uint64)
-        return found
-
-    def hashes_of(self, live: Mapping[str, torch.Tensor], salt: int) -> Hashes:
-        """The hashes of the same tensors in an engine's live parameters."""
-        found = np.zeros(len(self.numbers), dtype=np.uint64)
-        of_slices = np.array(live_hashes(live, self.slices, salt), dtype=np.int64).view(np.uint64)
-        np.add.at(found, self._of_slices, of_slices)  # pieces of a tensor add up
-        return found
-
-
-@dataclass(frozen=True)
-class WorkerPlan:
-    """How the memory of one worker is divided."""
-
-    fixed: Part  # what no version changes
-    slot: Part  # what differs from version to version
-
-    @property
-    def parts(self) -> tuple[Part, Part]:
-        return self.fixed, self.slot
-
-    def num_bytes(self, num_slots: int) -> int:
-        return self.fixed.num_bytes + num_slots * self.slot.num_bytes
-
-
-@dataclass(frozen=True)
-class StoreForm:
-    """What the stores of a run hold; the same on every node. What follows from it does not travel with it."""
-
-    workers: tuple[tuple[Series, ...], ...]  # of one engine, by tensor rank: all that it holds
-    dtype: torch.dtype
-    num_slots: int  # versions that are there at a time, on the trainer's node
-    salt: int  # of all digests
-    has_validation: bool = False  # one more slot, for the weights of validations, whose numbers are negative
-    # By worker, series of all tensors that can differ between two versions; None: all can.
-    changing: tuple[tuple[Series, ...], ...] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_plans"}
-
-    @cached_property
-    def _plans(self) -> dict[int, WorkerPlan]:
-        return {}
-
-    def plan(self, worker: int) -> WorkerPlan:
-        if worker not in self._plans:
-            slices, names = slices_of(self.workers[worker]), self._changing_parameters(worker)
-            of_parts: tuple[list[Slice], list[Slice]] = [], []
-            for piece in slices:
-                of_parts[names is None or piece.local_name in names].append(piece)
-            self._plans[worker] = WorkerPlan(*(Part(of_part, self.dtype) for of_part in of_parts))
-        return self._plans[worker]
-
-    def _changing_parameters(self, worker: int) -> set[str] | None:
-        """The parameters with a tensor that can differ; None: all."""
-        return None if self.changing is None else {s.local_name for s in slices_of(self.changing[worker])}
-
-    @property
-    def plans(self) -> list[WorkerPlan]:
-        """By worker."""
-        return [self.plan(worker) for worker in range(len(self.workers))]
-
-    @property
-    def all_slots(self) -> int:
-        return self.num_slots + self.has_validation
-
-    def slot(self, version: int) -> int:
-        """Of a version, on the trainer's node."""
-        assert version >= 0 or self.has_validation, f"a store without a place for validations has none for {version}"
-        return version % self.num_slots if version >= 0 else self.num_slots
-
-    def is_over(self, old: int, new: int) -> bool:
-        """Whether the place of an old version has been taken when a new one is there; numbers of validations fall."""
-        return old >= 0 and new - self.num_slots >= old if new >= 0 else new < old < 0
 
 
 class Location(NamedTuple):
@@ -268,7 +154,7 @@ def take(
     has_fixed: bool = False,
     copies: HostCopies | None = None,
 ) -> int:
-    """Copy a version into the live parameters of an engine's worker, and prove what has been written.
+    """Copy a version into the live parameters of an engine's worker, add adapters, and prove what it has then.
 
     Args:
         slot: that the version is in.
@@ -293,8 +179,11 @@ def take(
         memory = store.memory(worker, number)
         with torch.no_grad():
             for name, tensor in part.parameters(memory).items():
-                copies.copy(live[name][tuple(slice(extent) for extent in tensor.shape)], tensor)
-                num_bytes += tensor.nbytes
+                if name in part.names and name not in plan.merges:
+                    copies.copy(live[name][tuple(slice(extent) for extent in tensor.shape)], tensor)
+                    num_bytes += tensor.nbytes
+            if part is plan.slot:
+                num_bytes += _merge(plan, store.memory(worker, None), memory, live, copies)
             copies.finish()
         found = part.hashes_of(live, form.salt)
         if _proof(found) == proof:
@@ -307,6 +196,23 @@ def take(
             f"the engine holds another {what} than {named(wanted.version)} of the trainer, which it has just taken "
             f"from the store ({len(wrong)} tensors differ)"
         )
+    return num_bytes
+
+
+def _merge(
+    plan: WorkerPlan, fixed: torch.Tensor, slot: torch.Tensor, live: Mapping[str, torch.Tensor], copies: HostCopies
+) -> int:
+    """Copy the frozen weights and add the adapters of a slot to them, as ``bridge.lora.merged``; returns the bytes."""
+    if not plan.merges:
+        return 0
+    weights, factors, num_bytes = plan.fixed.parameters(fixed), plan.slot.parameters(slot), 0
+    for name, merges in plan.merges.items():
+        copies.copy(live[name], weights[name])
+        num_bytes += weights[name].nbytes
+        for piece, a, b, scale in merges:
+            weight = live[name][indices(piece.local_box)].view(extents(piece.hf_box))
+            merge_into(weight, Factors(factors[a], factors[b], scale))
+            num_bytes += factors[a].nbytes + factors[b].nbytes
     return num_bytes
 
 
@@ -340,22 +246,6 @@ def available_bytes() -> int:
         return found
     used = LIMIT_OF_CONTAINER.with_name("memory.current")
     return min(found, int(limit) - (int(used.read_text()) if used.exists() else 0))
-
-
-def _places(slices: Sequence[Slice], dtype: torch.dtype, start: int) -> dict[str, PartPlace]:
-    sizes: dict[str, tuple[int, ...]] = {}
-    for piece in slices:
-        ends = tuple(end for _, end in piece.local_box)
-        sizes[piece.local_name] = tuple(map(max, sizes.get(piece.local_name, ends), ends))
-    places = {}
-    for name, size in sizes.items():
-        places[name] = PartPlace(start, size)
-        start = _aligned(start + prod(size) * dtype.itemsize)
-    return places
-
-
-def _aligned(number: int) -> int:
-    return -(-number // ALIGNMENT) * ALIGNMENT
 
 
 def _new_file(worker: int, size: int) -> int:

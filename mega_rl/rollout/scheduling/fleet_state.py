@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mega_rl.fleet.tickets import Key
 from mega_rl.rollout.collect.records import row_of_score, row_of_trajectory, score_of_row, trajectory_of_row
 from mega_rl.rollout.partial import PartialResponse
-from mega_rl.types import Score
+from mega_rl.types import Response, Score, Trajectory
 
 Scores = dict[Key, tuple[Score, ...]]  # of the groups that are decided
 MAX_TOKENS = 4_000_000  # of responses under way in a checkpoint, where one takes about 30 bytes
 
 
-def encoded(state: Mapping[str, Any], scores: Mapping[Key, tuple[Score, ...]]) -> dict[str, Any]:
-    """The state of a ``Commit``: its trajectories as rows of ``records``, its groups with their scores."""
+def encoded(
+    state: Mapping[str, Any], scores: Mapping[Key, tuple[Score, ...]], whole: Callable[[Response], Trajectory]
+) -> dict[str, Any]:
+    """The state of a ``Commit``: its trajectories as rows of ``records``, its groups with their scores.
+
+    Args:
+        whole: gets a trajectory from the rank that owns it.
+    """
     saved = _saved(state)
 
     def group(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
         key = Key(step, row["ticket"])
         found = scores[key] if row["is_kept"] is not None else ()
-        results = {str(sample): row_of_trajectory(trajectory) for sample, trajectory in row["results"].items()}
+        results = {str(sample): row_of_trajectory(whole(trajectory)) for sample, trajectory in row["results"].items()}
         tails = {s: prefix.trajectory() for s, prefix in row["prefixes"].items() if (*key, s) in saved}
         prefixes = {str(sample): row_of_trajectory(tail) for sample, tail in tails.items()}
         return {**row, "results": results, "prefixes": prefixes, "scores": [row_of_score(score) for score in found]}

@@ -25,11 +25,11 @@ from mega_rl.fleet.executor import FleetExecutor
 from mega_rl.fleet.scheduler import FleetScheduler
 from mega_rl.fleet.tickets import Key
 from mega_rl.observe.heartbeat import HEART
-from mega_rl.rollout.collect.collect import PromptGroup
+from mega_rl.rollout.collect.collect import FleetGroup
 from mega_rl.rollout.scheduling.control_requests import ControlRequests
 from mega_rl.rollout.scheduling.fleet_record import FleetRecord
 from mega_rl.rollout.scheduling.fleet_requests import DIRECTORY, Mailbox
-from mega_rl.types import Score, Trajectory
+from mega_rl.types import Response, Score
 
 POLL_S = 0.02  # an engine is waited for so long before scores and the loop are heard again
 TICK_S = 1.0  # between two looks at the limits of engines
@@ -42,8 +42,8 @@ CLOSE_S = 60.0
 class Delivered:
     """All that was sampled for one step, in the order of the tickets."""
 
-    kept: dict[Key, PromptGroup]
-    dropped: dict[Key, PromptGroup]
+    kept: dict[Key, FleetGroup]
+    dropped: dict[Key, FleetGroup]
 
 
 class WakingTime:
@@ -86,8 +86,8 @@ class SchedulerThread:
         self,
         scheduler: FleetScheduler,
         executor: FleetExecutor,
-        score: Callable[[Key, Trajectory], Future[Score]],
-        is_kept: Callable[[PromptGroup], bool],
+        score: Callable[[Key, Response], Future[Score]],
+        is_kept: Callable[[FleetGroup], bool],
         scores: Mapping[Key, tuple[Score, ...]],
         limit_s: float,
         output_dir: Path | None = None,
@@ -96,11 +96,11 @@ class SchedulerThread:
         self._clock = WakingTime()  # of the scheduler
         self._limit_s = limit_s
         self._scores, self._oldest_kept = dict(scores), scheduler.oldest_kept
-        self._scoring: dict[Key, tuple[tuple[Trajectory, ...], list[Future[Score]]]] = {}
+        self._scoring: dict[Key, tuple[tuple[Response, ...], list[Future[Score]]]] = {}
         self._told: SimpleQueue[Event | Key] = SimpleQueue()  # by the loop; a key: of a group that is scored
         self._changed = threading.Condition()  # guards what follows
         self._delivered: dict[int, Delivered] = {}
-        self._validated: dict[int, dict[Key, PromptGroup]] = {}
+        self._validated: dict[int, dict[Key, FleetGroup]] = {}
         self._committed: dict[int, tuple[dict[str, Any], dict[Key, tuple[Score, ...]]]] = {}
         self._failure: Exception | None = None
         self._heard_at = self._clock.total_s
@@ -136,7 +136,7 @@ class SchedulerThread:
         """
         self._told.put(events.Validate(version, num_prompts, num_samples))
 
-    def validated(self, version: int) -> dict[Key, PromptGroup]:
+    def validated(self, version: int) -> dict[Key, FleetGroup]:
         """The answers to a validation's prompts, in their order, as soon as all are scored; once.
 
         Raises: as ``take``.
@@ -286,21 +286,21 @@ class SchedulerThread:
         self._heard_at = self._clock.total_s
         trajectories, found = self._scoring.pop(key)
         scores = self._scores[key] = tuple(score.result() for score in found)
-        self._handle(events.Scored(key, key.step < 0 or self._is_kept(PromptGroup(trajectories, scores))))
+        self._handle(events.Scored(key, key.step < 0 or self._is_kept(FleetGroup(trajectories, scores))))
 
     def _deliver(self, decision: events.Deliver) -> None:
-        kept = {key: PromptGroup(results, self._scores[key]) for key, results in decision.groups}
+        kept = {key: FleetGroup(results, self._scores[key]) for key, results in decision.groups}
         dropped = {}
         for row in self._scheduler.window.step_state(decision.step):
             key = Key(decision.step, row["ticket"])
             if key not in kept:
-                dropped[key] = PromptGroup(tuple(row["results"].values()), self._scores[key])
+                dropped[key] = FleetGroup(tuple(row["results"].values()), self._scores[key])
         with self._changed:
             self._delivered[decision.step] = Delivered(kept, dropped)
             self._changed.notify_all()
 
     def _end_validation(self, decision: events.Validated) -> None:
-        groups = {key: PromptGroup(results, self._scores.pop(key)) for key, results in decision.groups}
+        groups = {key: FleetGroup(results, self._scores.pop(key)) for key, results in decision.groups}
         with self._changed:
             self._validated[decision.version] = groups
             self._changed.notify_all()

@@ -39,6 +39,7 @@ from mega_rl.rollout.vllm.weight_changes import WeightChanges
 from mega_rl.types import Trajectory
 
 PROBE = "probe"  # a request's name, where those of responses are numbers
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags of memory that sleeps
 
 
 class VLLMEngine:
@@ -98,6 +99,7 @@ class VLLMEngine:
         elif self._mixture is not None:
             leave_routing_to_first_rank(self._llm)
         self._can_sleep = bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
+        self._asleep: set[str] = set()  # the tags of the memory that is not there: vLLM itself would write into it
 
     @property
     def weight_version(self) -> int:
@@ -122,6 +124,7 @@ class VLLMEngine:
     def enter(self, requests: Sequence[Request]) -> list[int]:
         """``submit``; returns the requests' numbers, which ``numbered_step`` gives back with their responses."""
         assert self._loaded is None, "generation inside a weight update"
+        assert not self._asleep, f"generation while {sorted(self._asleep)} of the engine sleep"
         self.check(requests)
         first = self._num_submitted + 1
         if requests and not self._under_way:
@@ -262,6 +265,7 @@ class VLLMEngine:
     def begin_update(self) -> None:
         assert self._loaded is None, "a weight update inside another"
         assert not self._under_way, "a weight update while responses are under way"
+        assert WEIGHTS not in self._asleep, "a weight update while the engine's weights sleep"
         self._loaded = set()
         self._call("receiver_begin_update")
         if not self._is_live:
@@ -309,6 +313,7 @@ class VLLMEngine:
             RuntimeError: cached prefixes could not be forgotten.
         """
         assert self._loaded is None, "weights inside a weight update"
+        assert not self._asleep, "new weights for responses under way in an engine that sleeps"
         self._call("receiver_begin_update")
         write(self.parameters())
         self._forget_pictures()
@@ -329,14 +334,18 @@ class VLLMEngine:
         """
         if self._can_sleep:
             self._llm.sleep(level=1)
+            self._asleep = {WEIGHTS, CACHE}
 
     def wake_weights(self) -> None:
-        if self._can_sleep:
-            self._llm.wake_up(tags=["weights"])
+        self._wake(WEIGHTS)
 
     def wake_cache(self) -> None:
+        self._wake(CACHE)
+
+    def _wake(self, tag: str) -> None:
         if self._can_sleep:
-            self._llm.wake_up(tags=["kv_cache"])
+            self._llm.wake_up(tags=[tag])
+            self._asleep.discard(tag)
 
     def _call(self, method: str, *args: Any) -> Any:
         """Call a method of ``WeightReceiver`` in this rank's worker; it lives here, so tensors pass by reference."""

@@ -12,10 +12,12 @@ from mega_rl.algorithms.reduce import Denominators
 from mega_rl.data.packing import pack
 from mega_rl.data.pictures.picture_set import PictureSet
 from mega_rl.microbatch import Figures, Microbatch, Sequence
-from mega_rl.parallel.collectives import gather_objects, is_any, reduced
+from mega_rl.parallel.collectives import is_any, numbers_to_first, reduced, told_numbers
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.parallel.schedule import balance
 from mega_rl.types import TokenSource, TrajectorySummary, TrajectoryTokens
+
+_SEPARATOR = "\n"  # between names on their way to other ranks
 
 
 class AgreedNames:
@@ -25,12 +27,17 @@ class AgreedNames:
         self._names: list[str] = []
 
     def including(self, own: Iterable[str]) -> list[str]:
-        """All of them, those of every rank's ``own`` included. Collective; names that are new cost another exchange."""
+        """All of them, those of every rank's ``own`` included. Collective; new names cost further exchanges."""
         new = [name for name in own if name not in self._names]
         if is_any(bool(new)):
-            for part in gather_objects(new):
-                self._names += [name for name in part if name not in self._names]
+            parts = numbers_to_first([*_SEPARATOR.join(new).encode()])
+            merged = dict.fromkeys(name for part in parts for name in _split(part) if name not in self._names)
+            self._names += _split(told_numbers([*_SEPARATOR.join(merged).encode()]))
         return self._names
+
+
+def _split(numbers: SequenceOf[float]) -> list[str]:
+    return [name for name in bytes(map(int, numbers)).decode().split(_SEPARATOR) if name]
 
 
 @dataclass(frozen=True)

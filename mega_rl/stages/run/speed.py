@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mega_rl import platform
-from mega_rl.observe.metrics.declared import PHASES_OF_TRAINER, Metrics
+from mega_rl.observe.metrics.declared import PHASES, PHASES_OF_TRAINER, Metrics
 from mega_rl.observe.timers import GIB, Timers
 from mega_rl.observe.work import WORK
-from mega_rl.parallel.collectives import gather_to_first
+from mega_rl.parallel.collectives import numbers_to_first
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.platform import DeviceLoad
 
+# The metrics of a report, which go to rank 0 as numbers in this order.
+_OF_PHASES = tuple(f"time/{phase}_s" for phase in PHASES)
+_OF_DEVICES = (
+    *("memory/peak_host_gib", *(f"memory/peak_host_gib/{phase}" for phase in PHASES)),
+    *("memory/peak_device_gib", *(f"memory/peak_device_gib/{phase}" for phase in PHASES)),
+    *("device/utilisation", "device/memory_used_gib", "device/memory_reserved_gib", "device/memory_total_gib"),
+)
 INTERVAL_S = 1.0  # between two looks at the device; a driver averages over a part of this
 
 
@@ -67,6 +75,24 @@ class RankReport:
     trainer_s: float  # in which the trainer's models computed
     phases: dict[str, float]  # metric name -> seconds
 
+    def numbers(self) -> list[float]:
+        """For rank 0; NaN stands for what there is not."""
+        unknown = sorted((self.devices.keys() - set(_OF_DEVICES)) | (self.phases.keys() - set(_OF_PHASES)))
+        assert not unknown, f"{unknown} are not among the metrics of a report"
+        devices, phases = (
+            [found.get(name, math.nan) for name in names]
+            for found, names in ((self.devices, _OF_DEVICES), (self.phases, _OF_PHASES))
+        )
+        return [self.flops, self.trainer_s, *devices, *phases]
+
+
+def report_of(numbers: Sequence[float]) -> RankReport:
+    """The inverse of ``RankReport.numbers``."""
+    flops, trainer_s, *values = numbers
+    named = [(name, one) for name, one in zip(_OF_DEVICES + _OF_PHASES, values, strict=True) if not math.isnan(one)]
+    devices, phases = ({name: value for name, value in named if name in names} for names in (_OF_DEVICES, _OF_PHASES))
+    return RankReport(devices, flops, trainer_s, phases)
+
 
 def reports_of_step(timers: Timers, layout: ParallelLayout, watch: LoadWatch) -> list[RankReport]:
     """Of every rank, on rank 0; nothing on the others. Before ``timers.collect``. Collective."""
@@ -85,7 +111,7 @@ def reports_of_step(timers: Timers, layout: ParallelLayout, watch: LoadWatch) ->
             "device/memory_reserved_gib": stats.device_reserved_bytes / GIB,
             "device/memory_total_gib": stats.device_total_bytes / GIB,
         }
-    return gather_to_first(RankReport(own, flops, seconds, dict(timers.seconds)))
+    return [report_of(row) for row in numbers_to_first(RankReport(own, flops, seconds, dict(timers.seconds)).numbers())]
 
 
 def device_metrics(reports: Sequence[RankReport], peak: float | None) -> dict[str, float]:

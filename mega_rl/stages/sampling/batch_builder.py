@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from mega_rl.errors import InputError
 from mega_rl.evaluation.evaluate import AnsweredPrompt, ValidationSet, evaluate
 from mega_rl.megatron.checkpoint.saving import Late
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup, Quota, Round
+from mega_rl.rollout.collect.collect import FleetGroup, GroupSummary, PromptGroup, Quota, Round
 from mega_rl.rollout.collect.partial_groups import PartialGroups, begun_of_rows
 from mega_rl.rollout.collect.records import to_group, to_rows
 from mega_rl.rollout.collect.replicas import collect_everywhere, engine_ranks
@@ -35,10 +35,11 @@ from mega_rl.stages.learn.learning import rewards_of_turns
 from mega_rl.stages.run.episodes import without_reward
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.weights.weight_sync import Sync
-from mega_rl.types import Prompt, Score, Trajectory
+from mega_rl.types import Prompt, Response, Score, Trajectory
 
 # What to do about a checkpoint whose responses cannot go on.
 ON_RESUME = "remove the key, or start from the checkpoint's weights with another trainer.output_dir"
+Scored = TypeVar("Scored", bound=Response)
 ROUNDING = 1e-9  # in units of the reward: sums of the same rewards of turns in another order differ by less
 
 
@@ -283,14 +284,14 @@ def judged(batch: Batch, scorer: Scorer) -> Batch:
     return replace(batch, learnt=learnt, carried=carried, dropped=dropped)
 
 
-def to_score(config: RunConfig, trajectory: Trajectory) -> Trajectory:
+def to_score(config: RunConfig, trajectory: Scored) -> Scored:
     """What is scored of a trajectory: of an episode that a limit has ended perhaps without its reward."""
     if (episode := trajectory.episode) is None or config.environment.unfinished != "leave_out":
         return trajectory
     return replace(trajectory, episode=without_reward(episode))
 
 
-def teaches(algorithm: AlgorithmConfig, group: PromptGroup | GroupSummary) -> bool:
+def teaches(algorithm: AlgorithmConfig, group: PromptGroup | GroupSummary | FleetGroup) -> bool:
     """Whether the rewards of a group differ; dynamic sampling replaces it if they do not."""
     if algorithm.credit == "turn":
         return has_signal_by_turn(group.scores, group.num_turns, algorithm.turn_discount)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mega_rl.config import RunConfig
 from mega_rl.data.prompts import PromptStream
 from mega_rl.errors import InputError
-from mega_rl.evaluation.evaluate import AnsweredPrompt, EvaluationSettings, ValidationSet, answered
+from mega_rl.evaluation.evaluate import AnsweredPrompt, ValidationSet, answered
 from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import FleetExecutor, Requests
 from mega_rl.fleet.scheduler import FleetScheduler
@@ -24,7 +24,8 @@ from mega_rl.observe.heartbeat import HEART
 from mega_rl.parallel.collectives import together
 from mega_rl.parallel.sending import spread
 from mega_rl.rewards.scorer import Scorer
-from mega_rl.rollout.collect.collect import GroupSummary, PromptGroup
+from mega_rl.rollout.collect.collect import FleetGroup, GroupSummary
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.rollout.scheduling.fleet_state import Scores, decoded, encoded
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.stages.run.sampling_job import SamplingJob
@@ -90,6 +91,7 @@ class FleetBatches:
         self._state: Mapping[str, Any] | None = None  # encoded, to go on from
         self._thread: SchedulerThread | None = None  # on rank 0, from the first step on
         self._done: list[GroupSummary] = []  # of the step before
+        self._awaited: set[int] = set()  # versions of checkpoints that wait for their late part; on rank 0
         self._num_built = 0  # steps of the run so far
         self._published = 0  # the newest version that the scheduler knows of
 
@@ -102,7 +104,8 @@ class FleetBatches:
         self._trajectory_store.drop(summary for group in self._done for summary in group.summaries)
         self._stream.next_batch()  # what the main tickets of this step draw
         found = self._on_first("sampling", partial(self._taken, step))
-        ((kept, dropped),) = spread(found, [0])
+        ((kept, dropped, oldest),) = spread(found, [0])
+        self._trajectory_store.forget_handed(oldest)
         self._timers.add("reward", self._scoring.busy_time.take())  # beside the sampling
         self._done, self._num_built = kept + dropped, step + 1
         figures = {
@@ -132,7 +135,12 @@ class FleetBatches:
         self._thread.validate(version, len(prompts), settings.n + settings.is_greedy)
         self._publish(self._thread, version)
         groups = self._thread.validated(version)
-        return [_answered(prompts[key.ticket], settings, group) for key, group in groups.items()]
+        return [self._answered(prompts[key.ticket], group) for key, group in groups.items()]
+
+    def _answered(self, prompt: Prompt, group: FleetGroup) -> AnsweredPrompt:
+        assert self._validation is not None, "an answer to no validation"
+        found = dict(enumerate(map(self._trajectory_store.whole, group.trajectories)))
+        return answered(prompt, self._validation.settings, found, dict(enumerate(group.scores)))
 
     def _on_first(self, what: str, function: Callable[[], T]) -> T | None:
         """What a function returns on rank 0; None on the others, which wait for it. Raises on all what it raises."""
@@ -155,6 +163,7 @@ class FleetBatches:
 
     def close(self) -> None:
         """End the engines, wherever the run is."""
+        self._trajectory_store.close_owners()
         if self._thread is not None:
             self._thread.close()
 
@@ -162,8 +171,9 @@ class FleetBatches:
         """What gives the state after the last built step, when that is whole: see ``Commit``."""
         if self._thread is not None:
             self._thread.saved(self._num_built)
+            self._awaited.add(self._num_built)
         rest = {"stream": self._stream.state_dict(), "carried": [], "rules": self._named_rules()}
-        return LateState(self._thread, self._num_built, rest)
+        return LateState(self._thread, self._num_built, rest, self._trajectory_store, self._awaited)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, also by a synchronous run.
@@ -208,8 +218,11 @@ class FleetBatches:
             "data.train_batch_size": size,
         }
 
-    def _taken(self, step: int) -> tuple[list[GroupSummary], list[GroupSummary]]:
-        """The kept and the dropped groups of a step, on rank 0, with their tokens in the trajectory store."""
+    def _taken(self, step: int) -> tuple[list[GroupSummary], list[GroupSummary], int]:
+        """The kept and the dropped groups of a step, on rank 0, with their tokens in the trajectory store.
+
+        Then the oldest step of which a trajectory may still be asked for: a checkpoint may wait for later ones.
+        """
         if self._thread is None:
             self._thread = self._started(step, num_drawn=step + 1)
         self._publish(self._thread, step)
@@ -217,9 +230,9 @@ class FleetBatches:
         kept, dropped = (
             [self._owned(group) for group in part.values()] for part in (delivered.kept, delivered.dropped)
         )
-        return kept, dropped
+        return kept, dropped, min([step, *self._awaited])
 
-    def _owned(self, group: PromptGroup) -> GroupSummary:
+    def _owned(self, group: FleetGroup) -> GroupSummary:
         return GroupSummary(tuple(map(self._trajectory_store.add, group.trajectories)), group.scores)
 
     def _publish(self, thread: SchedulerThread, version: int) -> None:
@@ -257,17 +270,19 @@ class LateState:
     thread: SchedulerThread | None  # on rank 0
     version: int
     rest: Mapping[str, Any]  # what is known already
+    trajectory_store: TrajectoryStore
+    awaited: set[int]  # versions whose trajectories are kept until then
 
     def get_late(self, wait_s: float) -> dict[str, Any] | None:
         """As of ``Late``."""
         assert self.thread is not None, "rank 0 asks"
         found = self.thread.committed(self.version, wait_s)
-        return None if found is None else {**self.rest, "fleet": encoded(*found)}
+        if found is None:
+            return None
+        data = {**self.rest, "fleet": encoded(*found, self.trajectory_store.whole)}
+        self.awaited.discard(self.version)
+        return data
 
 
-def _answered(prompt: Prompt, settings: EvaluationSettings, group: PromptGroup) -> AnsweredPrompt:
-    return answered(prompt, settings, dict(enumerate(group.trajectories)), dict(enumerate(group.scores)))
-
-
-def _keep_all(group: PromptGroup) -> bool:
+def _keep_all(group: FleetGroup) -> bool:
     return True

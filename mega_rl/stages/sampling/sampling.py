@@ -27,6 +27,7 @@ from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.sampling.validation import validation_set
 from mega_rl.stages.score.scoring import share_nodes
 from mega_rl.stages.weights import engines, outgoing
+from mega_rl.stages.weights.adapters import merged_there
 from mega_rl.stages.weights.engine_probe import EngineProbe, FleetProbe, NoEngine, Probe, check_plan
 from mega_rl.stages.weights.weight_sync import RecordedSync, Sync
 
@@ -47,6 +48,8 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
     """Engines that fetch their weights, and the sync that puts the actor's where they find them. Collective."""
     config = job.config.rollout
     weights, slots = engines.engine_weights(job, actor, noise)
+    adapters = actor.policy.plan.adapters
+    weights = replace(weights, merged=merged_there(job.config, adapters, weights.slots))
     spec = engines.engine_spec(job, slots)
     if job.plan is not None:
         spec = replace(spec, episodes=plan_there(job.config, spec.model_path))
@@ -60,16 +63,21 @@ def store_fleet(job: SamplingJob, actor: MegatronEngine, noise: AqnNoise) -> tup
     loads = LoadChecks(spec, outgoing.load_proof(job, actor, weights, wanted), job.say)
     checks = FleetChecks(check_plan(job.config, job.shape.vocab_size, job.say))
 
+    job.trajectory_store.open_owners()
+
     def opened(requests: Requests) -> RayExecutor:
         assert sink.store is not None, "rank 0 has the store"
         kept_by = keeping(job.output_dir, config.engine_lease_s)
-        work = Work(requests, checks, job.picture_set)
+        work = Work(requests, checks, job.picture_set, job.trajectory_store.owners)
         executor = RayExecutor(loads, config.num_engines, work, sink.store, sink.stored, kept_by)
         if executor.num_survivors:
             job.say(f"attached to {executor.num_survivors} rollout engines that the trainer before left running")
         return executor
 
-    sync = outgoing.weight_sync(job, actor, sink, noise, weights.slots)
+    if adapters.ranks and weights.slots is None:
+        brings = "their factors, which engines merge" if sink.form.merged else "the weights that they are merged into"
+        job.say(f"rollout.adapter: of merged adapters every version brings {brings}")
+    sync = outgoing.weight_sync(job, actor, sink, noise, weights.slots, gives_factors=weights.merged is not None)
     largest = max(plan.num_bytes(1) for plan in sink.form.plans)
     return Fleet(config.num_engines, limits_of(config, largest), opened, FleetProbe(checks)), sync
 
@@ -105,5 +113,5 @@ def sampling(
         return BatchBuilder(job, prompts, sampler, scorer, asked), sync, probe
     make = store_fleet if config.rollout.replay is None else recorded_fleet
     fleet, sync = make(job, actor, noise)
-    share_nodes(scorer)
+    share_nodes(scorer, job.trajectory_store)
     return FleetBatches(job, prompts, fleet, scorer, total_steps, asked), sync, fleet.probe

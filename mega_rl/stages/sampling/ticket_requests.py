@@ -18,7 +18,7 @@ from mega_rl.rewards.scorer import Scorer
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import make_requests
 from mega_rl.stages.sampling.batch_builder import BusyTime, to_score
-from mega_rl.types import Prompt, Score, Trajectory
+from mega_rl.types import Prompt, Response, Score
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class TicketScoring:
     scorer: Scorer
     busy_time: BusyTime  # of steps; a validation is scored in its own time
 
-    def start(self, key: Key, trajectory: Trajectory) -> Future[Score]:
+    def start(self, key: Key, trajectory: Response) -> Future[Score]:
         """The score of a trajectory of a ticket, as ``Scorer.start``; of a validation as ``evaluate`` does it."""
         if key.step < 0:
             return self.scorer.start(trajectory)

@@ -11,6 +11,7 @@ from mega_rl.evaluation.evaluate import EvaluationSettings, ValidationSet, evalu
 from mega_rl.observe.observer import Observer
 from mega_rl.observe.sinks.console import before_after_table
 from mega_rl.rewards.scorer import Scorer
+from mega_rl.stages.learn.validation_gate import ValidationGate
 from mega_rl.stages.run.progress import Validations
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling.batch_builder import Batches
@@ -38,7 +39,10 @@ class Validator:
         sync: Sync,
         batches: Batches,
         scorer: Scorer,
+        gate: ValidationGate | None = None,
     ) -> None:
+        """``gate``: compares answers with the trainer; None: nothing does, or something else."""
+        self.gate = gate
         self.layout, self.num_shown = job.engine_layout, job.config.logging.num_text_samples
         self.timers, self.watch = job.timers, RewardWatch(job.say)
         self.dataset, self.sync, self.batches, self.scorer = held_out, sync, batches, scorer
@@ -46,7 +50,11 @@ class Validator:
         self.results: Validations = {}
 
     def validate(self, observer: Observer, step: int) -> dict[str, float]:
-        """Metrics of the actor's present weights, see ``evaluation_metrics``; collective."""
+        """Metrics of the actor's present weights, see ``evaluation_metrics``; collective.
+
+        Raises:
+            GateFailure: as ``ValidationGate.check``.
+        """
         if self.dataset is None:
             return {}
         with self.timers("validate"):
@@ -61,6 +69,7 @@ class Validator:
         for part in (greedy, sampled):
             self.watch.tell([row.summary for row in part], [row.score for row in part])
         shown = greedy[: self.num_shown]
+        gated = {} if self.gate is None else self.gate.check(rows, self.trajectory_store, step)
         texts = self.trajectory_store.to_first([row.summary for row in shown])
         self.trajectory_store.drop(row.summary for row in rows)
         pairs, picture_set = zip(texts, shown, strict=False), self.dataset.picture_set
@@ -68,7 +77,7 @@ class Validator:
         observer.samples(step, "validation", samples)
         self.results.setdefault("first", metrics)
         self.results["last"] = metrics
-        return metrics
+        return metrics | gated
 
     def print_summary(self) -> None:
         """A table of the run's first validation beside its last one."""

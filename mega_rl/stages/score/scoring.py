@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 
 import torch.distributed as dist
@@ -18,10 +19,11 @@ from mega_rl.rewards.functions.registry import needs_truth
 from mega_rl.rewards.pool import node
 from mega_rl.rewards.pool.dispatch import PoolError
 from mega_rl.rewards.pool.nodes import MeetingAddress, NodePools, PoolOfNodes, lend
-from mega_rl.rewards.pool.pool import Pool
+from mega_rl.rewards.pool.pool import Answers, Pool
 from mega_rl.rewards.pool.worker import RAISED
 from mega_rl.rewards.scorer import CollectiveReward, Scorer, start_workers, weighted
 from mega_rl.rollout.collect.collect import GroupSummary
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.types import Score, TrajectorySummary
 
 MAX_UNKNOWN_STEPS = 5  # in a row
@@ -62,8 +64,10 @@ def scorer_of_node(
     return Scorer(names, pool, collective, pictures)
 
 
-def share_nodes(scorer: Scorer) -> None:
+def share_nodes(scorer: Scorer, trajectory_store: TrajectoryStore) -> None:
     """Have rank 0 start scoring on all nodes, where it is the only one that does. Collective over all ranks.
+
+    What engines handed to a rank is scored by the workers of that rank's node.
 
     Raises:
         InputError: nodes do not reach each other.
@@ -72,7 +76,11 @@ def share_nodes(scorer: Scorer) -> None:
     owners = [rank for rank, machine in enumerate(machines) if machines.index(machine) == rank]
     if len(owners) == 1 or scorer.pool is None:
         return
-    rank, pools = dist.get_rank(), None
+    rank, pools, own_pool = dist.get_rank(), None, scorer.pool
+
+    def of_owned(number: int) -> Future[Answers]:
+        return scorer.answers(trajectory_store.own(number), own_pool)
+
     if rank == 0:
         pools = NodePools(os.environ["MASTER_ADDR"])
     address: MeetingAddress = broadcast_object(None if pools is None else pools.address)
@@ -80,10 +88,11 @@ def share_nodes(scorer: Scorer) -> None:
         try:
             if pools is not None:
                 with closing(pools):
-                    found = pools.meet(owners[1:], scorer.pool.takes_images)
-                scorer.share(PoolOfNodes([scorer.pool, *found]))
+                    found = pools.meet(owners[1:], own_pool.takes_images)
+                others = {owner: of_rank.submit_owned for owner, of_rank in zip(owners[1:], found, strict=True)}
+                scorer.share(PoolOfNodes([own_pool, *found]), {0: of_owned, **others})
             elif rank in owners:
-                scorer.on_close(lend(scorer.pool, address, rank))
+                scorer.on_close(lend(own_pool, address, rank, of_owned))
         except PoolError as error:
             raise InputError(str(error)) from error
 

@@ -226,6 +226,17 @@ def engine_slots(
     return slots
 
 
+def merged_there(config: RunConfig, plan: AdapterPlan, slots: AdapterPlan | None) -> AdapterPlan | None:
+    """The adapters that engines which fetch their weights may add to frozen ones themselves; None: sums are sent.
+
+    They add as the trainer does, which hashes the sums: the bits are the same on every device for 16 bits only.
+    """
+    is_exact = config.model.dtype == (config.rollout.dtype or config.model.dtype) == "bfloat16"
+    if slots is not None or not is_exact or config.rollout.simulated_quantization is not None:
+        return None
+    return plan if plan.ranks else None
+
+
 def changing(config: RunConfig, policy: MegatronPolicy, noise: AqnNoise, has_slots: bool) -> frozenset[str] | None:
     """The tensors that can differ from one sync to the next; None: all of them."""
     plan, of_model = policy.plan, roles(policy.shape)

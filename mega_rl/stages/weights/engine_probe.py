@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
 
 from mega_rl.config import RunConfig
-from mega_rl.parallel.collectives import gather_objects
+from mega_rl.errors import GateFailure, InputError
+from mega_rl.parallel.collectives import broadcast_list, is_first, numbers_to_first, together, told_numbers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.engine_checks import Answer, CheckPlan, EngineChecks, FleetChecks, Held, Question
 from mega_rl.rollout.temperature_probe import Probed
@@ -43,29 +44,58 @@ class EngineProbe:
 
     def __init__(self, engine: Probed, layout: EngineLayout, plan: CheckPlan) -> None:
         self._engine, self._layout, self._plan = engine, layout, plan
-        self._checks: list[EngineChecks] = []  # by engine, as soon as they have answered
+        self._checks: list[EngineChecks] = []  # on rank 0: by engine, as soon as they have answered
 
     def check(self, pushed: Pushed) -> None:
         """As of ``Probe``."""
-        held = held_of(pushed)
+        held, every = held_of(pushed), list(dict.fromkeys([*self._plan.probes, *self._plan.samples]))
         known = self._checks or [EngineChecks(0, self._plan)]
-        questions = dict.fromkeys(question for checks in known for question in checks.questions(held))
-        if not questions:
+        asked = {question for checks in known for question in checks.questions(held)}
+        numbers = told_numbers([number for number, question in enumerate(every) if question in asked])
+        if not numbers:
             return
-        engines = self._answers(list(questions))
+        questions = [every[int(number)] for number in numbers]
+        engines = self._answers(questions)
+        failures: list[InputError | GateFailure] = []
+        with together("hearing what the rollout engines show"):
+            if is_first():
+                assert engines, "no rollout engine has answered, so none has shown anything"
+                try:
+                    self._hear(held, questions, engines)
+                except (InputError, GateFailure) as error:
+                    failures.append(error)
+        for failure in broadcast_list(failures):
+            raise failure
+
+    def _hear(self, held: Held, questions: Sequence[Question], engines: Sequence[Sequence[Answer]]) -> None:
         self._checks = self._checks or [EngineChecks(number, self._plan) for number in range(len(engines))]
         for checks, answers in zip(self._checks, engines, strict=True):
             checks.hear(held, dict(zip(questions, answers, strict=True)))
 
-    def _answers(self, questions: list[Question]) -> list[list[Answer]]:
-        """Of every engine, in the order of the questions."""
+    def _answers(self, questions: Sequence[Question]) -> list[list[Answer]]:
+        """Of every engine, in the order of the questions, on rank 0; nothing on the others. Collective."""
         asked = [self._engine.first_logprobs(*question) for question in questions]
-        own = [list(of_engine) for of_engine in zip(*asked, strict=True)]
+        own = [answer for of_engine in zip(*asked, strict=True) for answer in of_engine]
         # the other tensor-parallel ranks of an engine have asked the same engine
-        parts = gather_objects(own if self._layout.tensor_rank(dist.get_rank()) == 0 else [])
-        engines = [answers for part in parts for answers in part]
-        assert engines, "no rollout engine has answered, so none has shown anything"
-        return engines
+        is_leader = self._layout.tensor_rank(dist.get_rank()) == 0
+        rows = numbers_to_first(_to_numbers(own) if is_leader else [])
+        answers = [answer for row in rows for answer in _of_numbers(row)]
+        return [answers[i : i + len(questions)] for i in range(0, len(answers), len(questions))]
+
+
+def _to_numbers(answers: Sequence[Answer]) -> list[float]:
+    """For rank 0: of each how many tokens it has, and these with their log-probabilities."""
+    return [number for answer in answers for number in (len(answer), *answer.keys(), *answer.values())]
+
+
+def _of_numbers(numbers: Sequence[float]) -> list[Answer]:
+    """The inverse of ``_to_numbers``."""
+    answers, left = list[Answer](), list(numbers)
+    while left:
+        size = int(left[0])
+        answers.append(dict(zip(map(int, left[1 : 1 + size]), left[1 + size : 1 + 2 * size], strict=True)))
+        del left[: 1 + 2 * size]
+    return answers
 
 
 class FleetProbe:

@@ -54,12 +54,18 @@ def load_proof(
 
 
 def weight_sync(
-    job: SamplingJob, actor: MegatronEngine, sink: WeightSink, noise: AqnNoise, slots: AdapterPlan | None = None
+    job: SamplingJob,
+    actor: MegatronEngine,
+    sink: WeightSink,
+    noise: AqnNoise,
+    slots: AdapterPlan | None = None,
+    gives_factors: bool = False,
 ) -> WeightSync:
     """The actor's way into the sink, with the outgoing transforms and the proof that the configuration asks for.
 
     Args:
         slots: the adapters that the engines keep in slots; None: adapters are merged.
+        gives_factors: of merged adapters the sink may read the factors too.
 
     Raises:
         InputError: on every rank, simulated quantisation whose blocks the trainer's layout cuts.
@@ -80,6 +86,8 @@ def weight_sync(
         sources = [held + policy.adapter_series_of(rank) for rank, held in enumerate(sources)]
     elif policy.plan.adapters.ranks:
         model.append(adapters.lora_merge(policy, dtype, config.bridge.bucket_bytes))
+        if gives_factors:
+            sources = [held + policy.adapter_series_of(rank) for rank, held in enumerate(sources)]
     of_slots = {} if slots is None else adapter_tensors(shape, slots)
     checks = proof(config, {**hf_tensors(shape), **of_slots}, sources, sink)
     return WeightSync(actor, sources, sink, transforms, dtype, checks, model)

@@ -18,7 +18,7 @@ from mega_rl.bridge.reshard.plan import Layout
 from mega_rl.bridge.reshard.proof import Proof
 from mega_rl.bridge.slices import Box
 from mega_rl.megatron.engine import MegatronEngine
-from mega_rl.parallel.collectives import gather_to_first, is_first, reduced, together, told
+from mega_rl.parallel.collectives import reduced
 from mega_rl.rollout.collect.replay import ReplayEngine
 from mega_rl.rollout.sinks import WeightSink
 
@@ -168,14 +168,8 @@ class WeightSync:
         return {"bridge/verify_s": time.perf_counter() - start, "bridge/verified_tensors": float(num_tensors)}
 
     def _metrics(self, transfer_count: TransferCount | None, outgoing: Outgoing) -> dict[str, float]:
-        """Of all ranks, on every rank. Collective; objects go to rank 0, and only what transforms have noted."""
-        metrics = sync_metrics(transfer_count, self.plan_s)
-        if names := outgoing.names:
-            records = gather_to_first(outgoing.records())
-            with together("adding up what the transforms of a weight sync noted"):
-                noted = outgoing.metrics(records) if is_first() else {}
-            metrics |= told(noted, names)
-        return metrics
+        """Of all ranks, on every rank. Collective."""
+        return sync_metrics(transfer_count, self.plan_s) | outgoing.metrics()
 
 
 def sync_metrics(transfer_count: TransferCount | None, plan_s: float) -> dict[str, float]:

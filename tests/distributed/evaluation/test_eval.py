@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.models.shape import read_model_shape
 from tests.launching.launch import ENGINE, REPO, Launched, ranks, run, torchrun
 from tests.launching.training import TinyWorld
+from tests.models import adapters
 
 EVAL = REPO / "tools" / "eval.py"
 KEYS = (
@@ -86,3 +88,29 @@ def test_other_settings_in_the_same_directory_are_refused(
     arguments = (sft_run, "--data", tiny_world.prompts, "--out", out, *KEYS, "--seed", 7)
     refused = ranks(EVAL, *arguments, nproc=0, modules=ENGINE)
     assert refused.returncode == 2 and "other settings: answers.seed is 0 there and 7 here" in refused.stdout
+
+
+@pytest.mark.slow
+def test_with_an_adapter_the_answers_are_those_of_the_merged_model(
+    whole: tuple[Path, Launched], sft_run: Path, tiny_world: TinyWorld, tmp_path: Path
+) -> None:
+    model, merged = sft_run / "huggingface", tmp_path / "merged"
+    adapter = adapters.save(tmp_path / "adapter", adapters.state(adapters.pairs(read_model_shape(model))), model)
+    run([sys.executable, str(REPO / "tools" / "merge_lora.py"), str(model), str(adapter), "-o", str(merged)]).check()
+    answers = []
+    for name, given in (("one", (str(model), "--adapter", str(adapter))), ("two", (str(merged),))):
+        out = tmp_path / name
+        arguments = (
+            *given,
+            "--config",
+            str(sft_run / "config.yaml"),
+            "--data",
+            str(tiny_world.prompts),
+            "--out",
+            str(out),
+            *KEYS,
+        )
+        ranks(EVAL, *arguments, nproc=0, modules=ENGINE).check()
+        answers.append((out / "results.jsonl").read_bytes())
+        assert not (out / "model").exists()
+    assert answers[0] == answers[1] != (whole[0] / "results.jsonl").read_bytes()

@@ -2,12 +2,14 @@
 
 The engines are drawn by the seed, and die so often of 1,000 turns. After so many steps (0: never) all ranks are killed
 in the middle of one. With ``--change`` before the arguments, two engines are added and two removed after the first
-step, by ``tools/fleet.py``, which is also what is asked how it went. With ``--counted LOG`` collectives on objects are
-written down.
+step, by ``tools/fleet.py``, which is also what is asked how it went. With ``--nodes`` every rank takes itself for a
+node of its own, so that engines hand it responses, which are scored there. With ``--counted LOG`` collectives on
+objects are written down.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from mega_rl.fleet.engines import EngineLimits
 from mega_rl.fleet.executor import Requests
 from mega_rl.fleet.tickets import held_out
 from mega_rl.megatron.engine import MegatronEngine
+from mega_rl.rewards.pool import node
 from mega_rl.stages.run.sampling_job import SamplingJob
 from mega_rl.stages.sampling import sampling
 from mega_rl.stages.sampling.fleet_batches import Fleet
@@ -79,6 +82,9 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
     executors: list[PretendedExecutor] = []
     is_changed = arguments[0] == "--change"
     arguments = arguments[is_changed:]
+    if has_nodes := arguments[0] == "--nodes":
+        arguments = arguments[1:]
+        node.machine = lambda: f"machine {os.environ['RANK']}"
     if arguments[0] == "--counted":
         counted_collectives.watch(Path(arguments[1]))
         arguments = arguments[2:]
@@ -89,11 +95,14 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
         sync = PretendedSync(actor)
         sync.changed = job.output_dir if is_changed else None
         mode = job.config.rollout.mode
+        if has_nodes:
+            job.trajectory_store.open_owners()
 
         def opened(requests: Requests) -> PretendedExecutor:
             executors.append(
                 PretendedExecutor(requests, sync.digests.__getitem__, mode == "pinned", seed, death, room=2)
             )
+            executors[-1].owners = job.trajectory_store.owners
             return executors[-1]
 
         if mode == "in_flight":
@@ -110,6 +119,7 @@ def main(engines: int, seed: int, death: int, crash: int, arguments: list[str]) 
         train.main(arguments)
     finally:
         for executor in executors:
+            print(f"handed: {sorted(executor.num_handed.items())}")
             print(f"engines: {executor.num_issued} issued, {executor.num_deaths} died, closed: {executor.is_closed}")
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mega_rl.observe.timeline import read_trace
-from tests.launching.counted_collectives import MOST_OBJECTS, Asked, of_every_step, read, total
+from tests.launching.counted_collectives import MOST_OBJECTS, Asked, read, total
 from tests.launching.launch import Launched, alive, free_port, ranks, run, started
 from tests.launching.training import (
     FLEET_SETTINGS,
@@ -51,12 +51,13 @@ def train(
     crash: int = 0,
     nproc: int = 1,
     change: bool = False,
+    nodes: bool = False,
     counted: Path | None = None,
 ) -> Launched:
     reward = output_dir.parent / "reward.py"
     reward.write_text(REWARD, encoding="utf-8")
     rewards = f"rewards=[{{name: '{reward}:digits'}}]"  # of every token, and so of the weights
-    changes = ["--change"] * change
+    changes = ["--change"] * change + ["--nodes"] * nodes
     arguments = (
         *changes,
         *(() if counted is None else ("--counted", counted)),
@@ -123,15 +124,21 @@ def engines_come_and_go(launched: Launched, run: Path) -> None:
     assert {("update", 0), ("waiting", 1), ("update", 3), ("save", 3)} <= phases, phases
 
 
-def test_a_killed_run_goes_on_exactly(tiny_world: TinyWorld, tmp_path: Path) -> None:
-    """With two steps in the air, on two data-parallel ranks, with other engines before and after."""
+@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "two nodes"])
+def test_a_killed_run_goes_on_exactly(nodes: bool, tiny_world: TinyWorld, tmp_path: Path) -> None:
+    """With two steps in the air, on two data-parallel ranks, with other engines before and after.
+
+    On two nodes engines hand responses to both ranks, which a checkpoint and the records have from there.
+    """
     pinned = ("rollout.mode=pinned", "rollout.max_staleness=2", "checkpoint.async_save=true")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(tiny_world, whole, *pinned, nproc=2).check()
-    assert train(tiny_world, cut, *pinned, engines=2, seed=3, deaths=30, crash=2, nproc=2).returncode != 0
+    assert train(tiny_world, cut, *pinned, engines=2, seed=3, deaths=30, crash=2, nproc=2, nodes=nodes).returncode != 0
     saved = steps_saved(cut)
     assert saved and max(saved) < 3
-    again = train(tiny_world, cut, *pinned, engines=4, seed=4, deaths=30, nproc=2).check()
+    again = train(tiny_world, cut, *pinned, engines=4, seed=4, deaths=30, nproc=2, nodes=nodes).check()
+    (handed,) = re.findall(r"^handed: \[(.*)\]$", again.stdout, re.MULTILINE)
+    assert re.fullmatch(r"\(0, \d+\), \(1, \d+\)" if nodes else "", handed), handed
     assert f"resuming after step {max(saved)}" in again.stdout
     assert learnt(cut) == learnt(whole) and sampled(cut) == sampled(whole)
     assert [row["rollout/staleness_max"] for row in list(learnt(whole).values())[1:]] == [0, 1, 2, 2]
@@ -150,9 +157,9 @@ def test_a_step_asks_for_few_objects_and_no_larger_ones_of_more_ranks(
         log = tmp_path / f"asked_{nproc}.jsonl"
         settings = (f"rollout.mode={mode}", "rollout.max_staleness=1")[: 1 + (mode == "pinned")]
         train(tiny_world, tmp_path / f"of_{nproc}", *settings, nproc=nproc, counted=log).check()
-        found.append({step: of_every_step(asked) for step, asked in read(log).items()})
+        found.append(read(log))
     for asked in found:
-        assert all(0 < total(asked[step]) <= MOST_OBJECTS for step in range(2, STEPS + 1)), asked
+        assert all(0 < total(asked[step]) <= MOST_OBJECTS for step in range(1, STEPS + 1)), asked
     few, many = (asked[1] for asked in found)  # the weights, and so the samples, are still the same
     grown = {caller: (few[caller].num_bytes, many[caller].num_bytes) for caller in few}
     assert few.keys() == many.keys() and all(b <= a + PICKLED_INTEGERS for a, b in grown.values()), grown

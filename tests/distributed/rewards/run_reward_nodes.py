@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -12,11 +13,16 @@ import torch.distributed as dist
 from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
 from mega_rl.errors import InputError
 from mega_rl.parallel.collectives import gather_objects
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rewards.pool import node
 from mega_rl.rewards.scorer import Scorer
+from mega_rl.rollout.collect.handed_trajectories import handed
+from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
 from mega_rl.stages.score.scoring import scorer_of_node, share_nodes
+from mega_rl.types import Outcome, Trajectory, UnknownReward
 from tests.distributed.rewards.run_reward_node import trajectory
 
+OWNED = 5  # trajectories of each rank
 REWARD = """
 import os, time
 
@@ -41,6 +47,25 @@ def scores_come_of_both(scorer: Scorer, workers: list[set[int]]) -> None:
     raised = [scorer.start(trajectory("raise")) for _ in range(4)]
     (unknown,) = {str(future.result(timeout=60).unknown) for future in raised}
     assert "raised ValueError: no" in unknown
+
+
+def what_a_rank_owns_is_scored_on_its_node(scorer: Scorer, workers: list[set[int]]) -> None:
+    """And the rank that asks has not even its text; an environment's failure needs no worker."""
+    for rank, of_node in enumerate(workers):
+        for number in range(OWNED):
+            told = handed(owned(rank, number), rank, number)
+            score = scorer.start(told).result(timeout=60)
+            assert score.parts["length"] == len(owned(rank, number).text) / 3
+            assert score.parts["worker"] in of_node
+    failed = Outcome("failed", 1, None, UnknownReward("raised", "said no"), {})
+    (unknown,) = (
+        scorer.start(replace(handed(owned(1, 0), 1, 10**6), episode=failed)).result(timeout=60).unknown.values()
+    )
+    assert unknown == failed.failure
+
+
+def owned(rank: int, number: int) -> Trajectory:
+    return trajectory("x" * (10 * rank + number), number)
 
 
 def what_ends_them_is_told(scorer: Scorer, folder: Path) -> None:
@@ -77,7 +102,10 @@ def opened(folder: Path) -> tuple[Scorer, list[set[int]]]:
     scorer = scorer_of_node(rewards, RewardWorkersConfig(num_workers=2, timeout_s=600.0))
     workers = gather_objects({child.pid for child in psutil.Process().children()} - before)
     assert list(map(len, workers)) == [2, 2], workers
-    share_nodes(scorer)
+    store = TrajectoryStore(ParallelLayout.create(2), rank := dist.get_rank())
+    for number in range(OWNED):
+        store.add(owned(rank, number))
+    share_nodes(scorer, store)
     return scorer, workers
 
 
@@ -91,6 +119,7 @@ def main(folder: Path) -> None:
     scorer, workers = opened(folder)
     if rank == 0:
         scores_come_of_both(scorer, workers)
+        what_a_rank_owns_is_scored_on_its_node(scorer, workers)
         what_ends_them_is_told(scorer, folder)
         scorer.close()
     dist.barrier()

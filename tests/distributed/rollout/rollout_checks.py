@@ -35,9 +35,10 @@ from mega_rl.models.shape import read_model_shape
 from mega_rl.parallel.collectives import broadcast_object, gather_objects
 from mega_rl.parallel.layout import EngineLayout, ParallelLayout
 from mega_rl.rollout.engine import Request
-from mega_rl.rollout.remote.weight_store import Store, StoreForm, take
+from mega_rl.rollout.remote.weight_store import Store, take
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.sinks import InPlaceSink, SentWeights
+from mega_rl.rollout.store_form import StoreForm
 from mega_rl.rollout.temperature_probe import probe_prompt
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.types import Prompt, Score, Trajectory
@@ -61,6 +62,7 @@ from tests.models.rollout_support import (
     span_error,
     tiny_model,
 )
+from tests.pretended.adapted_model import AdaptedModel
 from tests.pretended.engine_process import sealed
 from tests.pretended.tokens import measured_temperatures
 
@@ -289,6 +291,31 @@ def fifty_updates_under_way(engine: VLLMEngine, model: PreTrainedModel, path: Pa
     assert len({span.version for trajectory in found for span in trajectory.spans}) > 40
     errors = [span_error(trajectory, models) for trajectory in found]
     assert max(errors) < 1e-4, errors
+
+
+def adapters_are_added_under_way(path: Path) -> None:
+    """An engine adds what a version brings to frozen weights, those of stacked experts too, and samples on with it."""
+    engine, model = start(path, dtype="bfloat16"), AdaptedModel(read_model_shape(path), engine_size=1)
+    engine.submit(make_requests([prompt(0, 7)], n=3, step=0, seed=7, max_tokens=12, temperature=1.0))
+    answers, found = list[dict[int, float]](), list[Trajectory]()
+    for version in range(3):
+        stored, (wanted,) = model.put(version)
+        slot = model.form.slot(version)
+        write = partial(take, model.store, 0, slot, stored.of(0), has_fixed=version > 0)
+        engine.exchange(write, engine.weight_version + 1)
+        live = engine.parameters()
+        wrong = [
+            n for n, t in wanted.items() if not torch.equal(live[n][: len(t)].view(torch.int16), t.view(torch.int16))
+        ]
+        assert not wrong, wrong
+        answers += engine.first_logprobs(prompt(1, 9).token_ids, 1.0)
+        found += engine.step()
+    while engine.num_unfinished:
+        found += engine.step()
+    model.store.close()
+    assert len(found) == 3 and len({tuple(answer.items()) for answer in answers}) == 3, (
+        "every version is another policy"
+    )
 
 
 def same_samples_in_any_batch(engine: VLLMEngine) -> None:
@@ -555,6 +582,8 @@ def families(directory: Path) -> None:
         check(f"{family}_reload", takes_weights, packed, tiny_model(family, tied=False), 1, 23)
         live.use_loader()
         check(f"{family}_live_then_reload", takes_weights, live, model, 2, 31)
+        if family == "qwen3_moe":
+            check("adapters_are_added_under_way", adapters_are_added_under_way, path)
 
 
 @dataclasses.dataclass

@@ -48,7 +48,7 @@ LATER = [
     f"{family}_{name}"
     for family in ("mistral", "qwen2_moe", "qwen3_moe")
     for name in ("layout", "live_writes", "reload", "live_then_reload")
-]
+] + ["adapters_are_added_under_way"]
 REPLICAS = ["everywhere", "equals_hf", "fewer_prompts_than_replicas", "failure_is_everybodys"]
 EPISODES = "EPISODES "  # begins the lines with their tokens
 LAUNCHES = {  # name -> ranks, arguments of the script

@@ -23,6 +23,7 @@ from mega_rl.fleet.events import Load
 from mega_rl.fleet.executor import Requests
 from mega_rl.models.shape import ModelShape
 from mega_rl.observe.pulse import Pulse
+from mega_rl.rollout.collect.handed_trajectories import OwnerAddress
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.engine_checks import CheckPlan, FleetChecks, Held
 from mega_rl.rollout.remote.engine_process import EngineSpec, LoadResult, WorkerPlace
@@ -30,7 +31,8 @@ from mega_rl.rollout.remote.fleet import calls, places, pulses, ray_executor
 from mega_rl.rollout.remote.fleet.nodes import Arrival
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.load_checks import LoadChecks
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, StoreForm, WantedVersion
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, WantedVersion
+from mega_rl.rollout.store_form import StoreForm
 from mega_rl.types import Trajectory
 from tests.distributed.bridge.test_bridge_execute import local_parameters
 from tests.pretended.tokens import first_logprobs
@@ -162,7 +164,7 @@ class Worker:
     def do_accept(self) -> None:
         self.is_accepted = True
 
-    def do_attach(self, form: StoreForm) -> None: ...
+    def do_attach(self, form: StoreForm, owners: Sequence[OwnerAddress]) -> None: ...
 
     def do_load(self, location: Any, wanted: WantedVersion) -> LoadResult:
         assert location == OWN and not self.todo, "weights that are not there, or under a pinned ticket"
@@ -171,7 +173,9 @@ class Worker:
         self.version = wanted.version
         return LoadResult.WHOLE
 
-    def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
+    def do_issue(
+        self, step: int, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any
+    ) -> None:
         self.shown.append(([request.prompt.index for request in requests], pictures))
         self.todo |= {(attempt, sample): (r, NUM_STEPS) for sample, r in zip(samples, requests, strict=True)}
 
@@ -352,6 +356,7 @@ def executor_on(
     stored: Mapping[int, StoredVersion],
     picture_set: Any = None,
     checks: FleetChecks | None = None,
+    owners: tuple[OwnerAddress, ...] = (),
 ) -> RayExecutor:
     """A ``RayExecutor`` on this Ray, with its time, in a cluster of one host."""
     num_engines, size = rollout.num_engines, rollout.tensor_parallel_size
@@ -365,4 +370,5 @@ def executor_on(
         patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: ray.now))
     spec = EngineSpec("", rollout, 64, "float32", "cpu", is_deterministic=False, num_threads=1)
     store = Store(StoreForm(tuple(map(tuple, ray.layout(size))), torch.float32, num_slots=2, salt=1))
-    return RayExecutor(ray.checks(spec), num_engines, Work(requests, checks or KnowsAll(), picture_set), store, stored)
+    work = Work(requests, checks or KnowsAll(), picture_set, owners)
+    return RayExecutor(ray.checks(spec), num_engines, work, store, stored)

@@ -67,6 +67,16 @@ class PretendedRanks:
         self._meeting.wait()
         return self._combined.copy()
 
+    def is_any(self, flag: bool) -> bool:
+        return any(self.gathered(flag))
+
+    def numbers(self, own: Sequence[float], reduction: Callable[..., Sequence[float]], size: int) -> list[float]:
+        """As ``collectives.reduced``."""
+        found = list(reduction([list(row) for row in self.gathered(own)]))
+        self._meeting.wait()
+        assert len(found) == size
+        return found
+
     @contextmanager
     def together(self, what: str, group: None = None) -> Iterator[None]:
         yield

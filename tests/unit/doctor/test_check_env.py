@@ -249,6 +249,7 @@ def test_forms_of_nvidia_smi() -> None:
         ({"LD_PRELOAD": "/usr/lib/gone.so"}, "values", "warn", "/usr/lib/gone.so"),
         ({"HCCL_BUFFERSIZE": "512"}, "misspelled", "warn", "set HCCL_BUFFSIZE"),
         ({"VLLM_ASCEND_ENABLE_NX": "0"}, "misspelled", "warn", "set VLLM_ASCEND_ENABLE_NZ"),
+        ({"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}, "misspelled", "warn", "additional_config.enable_flashcomm1"),
         ({"ASCEND_HOME_PAHT": "x"}, "misspelled", "warn", "set ASCEND_HOME_PATH"),
         ({"NCCL_SOCKET_IFNAME": "eth0"}, "read by nothing", "warn", "unset NCCL_SOCKET_IFNAME"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, "read by nothing", "warn", "ASCEND_RT_VISIBLE_DEVICES"),

@@ -10,7 +10,9 @@ import pytest
 
 from mega_rl.bridge.files.torch_dist.manifest import manifest, written
 from mega_rl.errors import InputError
-from mega_rl.evaluation.weights import find_weights
+from mega_rl.evaluation.weights import find_weights, with_adapter
+from mega_rl.models.shape import read_model_shape
+from tests.models import adapters, families
 
 
 def model(directory: Path, weights: bytes = b"w") -> Path:
@@ -86,3 +88,22 @@ def test_a_checkpoint_of_a_part_or_of_values_is_passed_over(tmp_path: Path) -> N
     checkpoint(run, 4, tuning={"settings": {"method": "lora"}, "base": "b"})
     checkpoint(run, 6, model={"head": "value"})
     assert find_weights(str(run)).directory == whole
+
+
+def test_an_adapter_belongs_to_the_weights_and_is_told_apart_by_its_content(tmp_path: Path) -> None:
+    families.make("qwen2").save_pretrained(tmp_path / "qwen2")
+    base, shape = find_weights(str(tmp_path / "qwen2")), read_model_shape(tmp_path / "qwen2")
+    found = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        adapters.save(tmp_path / name, adapters.state(adapters.pairs(shape, seed=seed)), tmp_path / "qwen2")
+        found.append(with_adapter(base, tmp_path / name, "--adapter"))
+    one, same, other = (weights.identity() for weights in found)
+    assert one == same != other and base.identity().items() < one.items()
+    assert base.is_loadable and not found[0].is_loadable
+
+
+def test_a_checkpoint_takes_no_adapter(tmp_path: Path) -> None:
+    weights = find_weights(str(checkpoint(run_of(tmp_path), 2)))
+    assert not weights.is_loadable
+    with pytest.raises(InputError, match="--adapter takes the model that the adapter was trained from, and .* is a"):
+        with_adapter(weights, tmp_path / "adapter", "--adapter")

@@ -260,6 +260,54 @@ def llamafactory(given: Mapping[str, Any], devices: int) -> Meaning:
     )
 
 
+def mindspeed_rl(given: Mapping[str, Any], devices: int) -> Meaning:
+    merged = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("megatron_training.")}
+    merged |= {key.partition(".")[2]: value for key, value in given.items() if key.startswith("actor_config.")}
+    rest = {key: value for key, value in given.items() if not key.startswith(("megatron_training.", "actor_config."))}
+    get = Theirs("mindspeed_rl", "rl", rest | {f"actor_config.{key}": value for key, value in merged.items()})
+    # Their class takes a section of sampling as it is, so that vLLM's own defaults hold for what it leaves out.
+    sampling = "generate_config.sampling_config."
+    is_given = any(key.startswith(sampling) for key in given)
+    response, temperature = (
+        given.get(f"{sampling}{name}", of_vllm) if is_given else get(f"{sampling}{name}")
+        for name, of_vllm in (("max_tokens", 16), ("temperature", 1.0))
+    )
+    kind = merged.get("stage", "ray_grpo")
+    is_filtered = get("rl_config.filter_groups_enable")
+    prompts = get("rl_config.filter_groups_train_batch_size" if is_filtered else "actor_config.global_batch_size")
+    n, tensor = get("rl_config.n_samples_per_prompt"), get("actor_config.tensor_model_parallel_size")
+    weight = get("rl_config.init_kl_coef")
+    estimator = {"kl": "k2", "low_var_kl": "k3"}[get("rl_config.kl_penalty")]
+    is_split = kind == "ray_dapo" and get("rl_config.clip_higher_enable")
+    low, high = (get(f"rl_config.clip_ratio{end}") for end in (("_low", "_high") if is_split else ("", "")))
+    # A mean over the tokens of a micro-batch is one over a sequence where that is all of it.
+    is_whole = get("actor_config.micro_batch_size") == 1 and not get("rl_config.use_dynamic_bsz")
+    by_sequence = is_whole or (kind == "ray_dapo" and not get("rl_config.token_level_loss"))
+    expert = get("actor_config.expert_model_parallel_size")
+    if get("actor_config.moe_tp_extend_ep") and expert > 1:
+        expert *= tensor
+    return Meaning(
+        rows=prompts,
+        samples=prompts * n,
+        updates=prompts * n // min(get("rl_config.mini_batch_size") * n, prompts * n),
+        length=get("rl_config.max_prompt_length") + response,
+        rate=(get("actor_config.lr"), get("actor_config.min_lr"), get("actor_config.lr_decay_style")),
+        warm_up=ceil((get("actor_config.lr_warmup_fraction") or 0) * STEPS),
+        adam=(get("actor_config.adam_beta1"), get("actor_config.adam_beta2"), 1e-8),
+        decay=get("actor_config.weight_decay"),
+        sizes=(tensor, get("actor_config.pipeline_model_parallel_size"), get("actor_config.context_parallel_size"),
+               expert),
+        kl=("loss", weight, estimator) if kind == "ray_grpo" and weight else None,
+        bounds=(round(1 - low, 9), round(1 + high, 9), None),
+        reduction="sequence_mean" if by_sequence else "token_mean",
+        sampling=(n, temperature),
+        validation=(1, 1.0),  # there is none
+        is_tower_trained=False,
+        saves=get("actor_config.save_interval"),
+    )  # fmt: skip
+
+
 INTERPRETERS: dict[str, Callable[[Mapping[str, Any], int], Meaning]] = {
     "verl": verl, "areal": areal, "openrlhf": openrlhf, "trl": trl, "llamafactory": llamafactory,
+    "mindspeed_rl": mindspeed_rl,
 }  # fmt: skip

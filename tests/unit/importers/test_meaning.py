@@ -24,7 +24,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "openrlhf": {"algo.advantage.estimator": "group_norm", "rollout.batch_size": 128},
     "trl": {"num_generations": 8},
     "llamafactory": {"stage": "sft", "finetuning_type": "full", "model_name_or_path": "m"},
-}
+    "mindspeed_rl": {"megatron_training.global_batch_size": 64, "actor_config.lr": 1e-6,
+                     "actor_config.micro_batch_size": 2},
+}  # fmt: skip
 DRAWN: dict[str, dict[str, list[Any]]] = {
     "verl": {
         "actor_rollout_ref.model.path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct"],
@@ -75,6 +77,22 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
         "lr_scheduler_type": ["cosine", "constant"], "tensor_model_parallel_size": [2], "save_strategy": ["no"],
         "pipeline_model_parallel_size": [4], "expert_model_parallel_size": [2], "save_steps": [64],
         "freeze_vision_tower": [True, False],
+    },
+    "mindspeed_rl": {
+        "megatron_training.stage": ["ray_grpo", "ray_dapo"], "actor_config.global_batch_size": [32, 256],
+        "rl_config.mini_batch_size": [16, 512], "rl_config.n_samples_per_prompt": [8, 16],
+        "rl_config.max_prompt_length": [2048], "generate_config.sampling_config.max_tokens": [2048, 8192],
+        "generate_config.sampling_config.temperature": [0.8], "generate_config.sampling_config.top_p": [1.0],
+        "actor_config.lr_decay_style": ["constant", "cosine"], "actor_config.min_lr": [1e-8],
+        "actor_config.lr_warmup_fraction": [0.0, 0.05], "megatron_training.weight_decay": [0.1, 0.2],
+        "actor_config.weight_decay": [0.3], "actor_config.adam_beta2": [0.95], "actor_config.save_interval": [100],
+        "actor_config.tensor_model_parallel_size": [2, 4], "actor_config.pipeline_model_parallel_size": [4],
+        "actor_config.expert_model_parallel_size": [2], "actor_config.moe_tp_extend_ep": [True],
+        "actor_config.context_parallel_size": [2], "actor_config.micro_batch_size": [1, 4],
+        "rl_config.use_dynamic_bsz": [True], "rl_config.token_level_loss": [False], "rl_config.clip_ratio": [0.1],
+        "rl_config.clip_higher_enable": [True], "rl_config.clip_ratio_low": [0.2], "rl_config.clip_ratio_high": [0.28],
+        "rl_config.init_kl_coef": [0, 0.001], "rl_config.kl_penalty": ["kl", "low_var_kl"],
+        "rl_config.filter_groups_enable": [True], "rl_config.filter_groups_train_batch_size": [32],
     },
 }  # fmt: skip
 

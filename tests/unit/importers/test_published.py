@@ -32,7 +32,7 @@ def test_every_published_key_is_mapped_or_refused_with_a_reason(neighbour: str) 
     given = published(neighbour)
     assert len(given) > 90
     draft = convert(neighbour, Given(dict(given)), num_devices=8)
-    names = {table(neighbour).aliases.get(key, key) for key in given}
+    names = {table(neighbour).renamed(key) for key in given}
     assert draft.outcomes.keys() == names
     assert [key for key, outcome in draft.outcomes.items() if outcome.became == "unknown"] == []
     assert all(outcome.text for outcome in draft.outcomes.values())

@@ -122,9 +122,11 @@ def test_null_and_what_is_off_is_needless(neighbour: str) -> None:
         "openrlhf": ["train.async_enable", "algo.kl.target"],
         "trl": ["use_adaptive_entropy", "tf32"],
         "llamafactory": ["use_galore", "freeze_language_model"],
+        "mindspeed_rl": ["rl_config.multi_turn_enable", "megatron_training.reuse_fp32_param"],
     }[neighbour]
     for value in (None, False):
         draft = convert(neighbour, Given(dict.fromkeys(keys, value)), 8)
+        keys = list(draft.given.values)
         assert {key: draft.outcomes[key].became for key in keys} == dict.fromkeys(keys, "same"), value
     assert "none" in {
         outcome.became for outcome in convert(neighbour, Given(dict.fromkeys(keys, 3)), 8).outcomes.values()
@@ -140,6 +142,7 @@ def test_null_and_what_is_off_is_needless(neighbour: str) -> None:
         ("llamafactory", "warmup_steps", "soon", {"learning_rate": 1e-5}),
         ("openrlhf", "algo.kl.init_coef", [1], {"data.max_len": 4096, "rollout.batch_size": 64}),
         ("areal", "actor.kl_ctl", "x", {"actor.eps_clip_higher": 0.3}),
+        ("mindspeed_rl", "rl_config.kl_penalty", "full", {"rl_config.clip_ratio": 0.1}),
     ],
 )
 def test_one_odd_value_refuses_one_key(neighbour: str, key: str, value: Any, rest: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mega_rl.errors import InputError
 from mega_rl.parallel import interfaces
-from mega_rl.parallel.interfaces import NAME, choose_interface, listen_towards
+from mega_rl.parallel.interfaces import NAME, addresses_towards, choose_interface, listen_towards
 
 TWO_NODES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.7.0.1"}
 ONE_NODE = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -46,8 +46,13 @@ def host(monkeypatch: pytest.MonkeyPatch, own: str | None, ways: dict[str, str],
                 raise OSError("Network is unreachable")
             self.own = ways[address[0]]
 
+            self.other = address[0]
+
         def getsockname(self) -> tuple[str, int]:
             return self.own, 1
+
+        def getpeername(self) -> tuple[str, int]:
+            return self.other, 9
 
     def looked_up(name: str, *_: object, **__: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
         if name == "node7" and own is None:
@@ -110,3 +115,10 @@ def test_this_host() -> None:
     """With its own tables: whatever the name stands for, an interface that is taken is there."""
     if listen_towards("192.0.2.1"):
         assert os.environ.get(NAME) in {None, *interfaces._interfaces()}
+
+
+def test_both_ends_of_the_way_to_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, "127.0.1.1", {"10.7.0.1": "10.7.0.2"}, eth0=["10.7.0.2"])
+    assert addresses_towards("10.7.0.1") == ("10.7.0.2", "10.7.0.1")
+    with pytest.raises(InputError, match="no network interface of node7 leads to 10.8.0.1"):
+        addresses_towards("10.8.0.1")

@@ -81,7 +81,7 @@ class Engine(VLLMEngine):
     def __init__(self, shape: ModelShape = SHAPE) -> None:
         self.live = loaded(shape)
         self.loaded: dict[str, torch.Tensor] = {}
-        self.is_awake, self.has_cache = True, True
+        self.is_awake, self.has_cache, self._asleep = True, True, set()
         self._rollout, self._device_type, self._is_live, self._can_sleep = RolloutConfig(), "npu", True, True
         self._loaded, self._under_way, self._version, self._sees = None, {}, 0, False
         self._names = frozenset(self.live)

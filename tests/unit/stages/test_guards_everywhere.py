@@ -39,6 +39,7 @@ from mega_rl.stages.learn.gate_watch import GateWatch
 from mega_rl.stages.weights.engine_probe import EngineProbe, FleetProbe
 from mega_rl.stages.weights.weight_sync import Pushed
 from mega_rl.types import Prompt, Sample, Score, Span, Trajectory
+from tests.pretended.owners import not_handed
 from tests.pretended.remote.fake_ray import PROOFS, FakeRay, Worker, executor_on
 from tests.pretended.tokens import first_logprobs
 from tests.unit.rollout.test_sinks import SHAPE, Worker as LoadedWorker, elsewhere, load_proof, swapped_halves, weights
@@ -140,8 +141,10 @@ class FaultyWorker(Worker):
     def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
         return [self.faults.answers(self.engine, self.is_late, self.version, (prompt_ids, temperature))]
 
-    def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
-        super().do_issue(attempt, samples, requests, *pictures)
+    def do_issue(
+        self, step: int, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any
+    ) -> None:
+        super().do_issue(step, attempt, samples, requests, *pictures)
         for sample, request in zip(samples, requests, strict=True):
             assert request.tail is None
             self.todo[attempt, sample] = request, LENGTH
@@ -282,7 +285,7 @@ def fleet(patch: pytest.MonkeyPatch, run: Run, steps: range) -> None:
                     stored[step + 1] = StoredVersion(step + 1, 2, PROOFS)
                     committed = thread.committed(step + 1, 60.0)
                     assert committed is not None
-                    run.state = json.dumps(encoded(*committed))
+                    run.state = json.dumps(encoded(*committed, not_handed))
 
 
 def scored(key: Key, trajectory: Trajectory) -> Future[Score]:

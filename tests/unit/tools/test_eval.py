@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.data.rows.rows import write_jsonl
 from mega_rl.errors import InputError
 from mega_rl.evaluation.configuration import settings_of
+from mega_rl.evaluation.exporting import export
 from mega_rl.evaluation.grading import Grading, outcomes
-from mega_rl.evaluation.weights import find_weights
+from mega_rl.evaluation.weights import find_weights, with_adapter
+from mega_rl.models.shape import read_model_shape
 from mega_rl.rollout.vllm.start.seeing import Sight
 from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 from mega_rl.synthetic.tiny_model import TinyModelSpec, write_tiny_model
-from tests.models import families
+from tests.models import adapters, families
 from tools import eval as tool
 
 RUN = """
@@ -156,6 +160,56 @@ def test_what_an_environment_gave_takes_the_place_of_a_reward() -> None:
 )
 def test_impossible_wishes_are_refused(run: Path, arguments: list[str], words: str) -> None:
     assert words in refusal(run, *arguments)
+
+
+@pytest.fixture
+def adapter(run: Path) -> Path:
+    """An adapter of the run's export."""
+    model = run / "huggingface"
+    return adapters.save(run.parent / "adapter", adapters.state(adapters.pairs(read_model_shape(model))), model)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("base_model_name_or_path", "other/model", "is an adapter of 'other/model', and the model is "),
+        (
+            "r",
+            8,
+            "is of shape [4, 8], and the model with its adapter_config.json asks for [8, 8]: give the adapter of this",
+        ),
+        ("peft_type", "IA3", "peft_type is 'IA3' in adapter_config.json, and only LORA is read"),
+    ],
+)
+def test_an_adapter_that_is_not_the_models_is_refused(
+    run: Path, adapter: Path, field: str, value: Any, words: str
+) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {field: value}))
+    sentence = refusal(run / "huggingface", "--adapter", str(adapter))
+    assert words in sentence and sentence.startswith("--adapter ")
+
+
+def test_an_adapter_of_another_size_or_from_nowhere_is_refused(run: Path, adapter: Path) -> None:
+    shape = read_model_shape(run / "huggingface")
+    adapters.save(adapter, adapters.state(adapters.pairs(replace(shape, hidden_size=32))), run / "huggingface")
+    assert "give the adapter of this model" in refusal(run / "huggingface", "--adapter", str(adapter))
+    assert "has no adapter_config.json" in refusal(run / "huggingface", "--adapter", str(run))
+
+
+def test_an_adapter_is_merged_into_the_model_that_the_engines_load(run: Path, adapter: Path, tmp_path: Path) -> None:
+    model = run / "huggingface"
+    weights = with_adapter(find_weights(str(model)), adapter, "--adapter")
+    config = tool.configured(tool.parse([str(model), "--out", "o"]), weights)
+    export(weights, config.model.path, tmp_path / "merged", Path(tool.__file__).parent)
+    before, after = (load_file(directory / "model.safetensors") for directory in (model, tmp_path / "merged"))
+    factors = adapters.pairs(read_model_shape(model))
+    assert before.keys() == after.keys() and factors
+    for name, weight in before.items():
+        assert (name in factors) == (not torch.equal(after[name], weight))
+    for name, (a, b) in factors.items():
+        expected = before[name].float() + adapters.ALPHA / adapters.RANK * (b @ a)
+        torch.testing.assert_close(after[name], expected.to(before[name].dtype))
 
 
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "?"}

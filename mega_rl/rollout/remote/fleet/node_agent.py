@@ -24,7 +24,8 @@ import torch
 from mega_rl.errors import InputError
 from mega_rl.fleet.relay import NODE_SLOTS, ChunkWindow, Order
 from mega_rl.observe.pulse import Pulse, read_pulse
-from mega_rl.rollout.remote.weight_store import ALIGNMENT, Location, Store, StoreForm
+from mega_rl.rollout.remote.weight_store import Location, Store
+from mega_rl.rollout.store_form import ALIGNMENT, StoreForm
 
 CHUNK_BYTES = 1 << 24
 FETCH_S = 2.0  # after which a copy that is coming tells how far it is

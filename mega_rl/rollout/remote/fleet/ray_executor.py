@@ -31,6 +31,7 @@ from mega_rl.fleet.events import (
     Started,
 )
 from mega_rl.fleet.executor import PlacesError, Requests, Whereabouts
+from mega_rl.rollout.collect.handed_trajectories import OwnerAddress
 from mega_rl.rollout.engine_checks import FleetChecks
 from mega_rl.rollout.remote.engine_process import LoadResult, WorkerPlace
 from mega_rl.rollout.remote.fleet.calls import Calls, Life, nothing
@@ -60,6 +61,7 @@ class Work:
     requests: Requests
     checks: FleetChecks
     picture_set: PictureSet | None = None  # has the pictures of prompts, whose encoded bytes go with the requests
+    owners: tuple[OwnerAddress, ...] = ()  # to whom engines hand the responses of steps; (): to this process
 
 
 def _started(decision: Start, slots: list[int | None]) -> list[Event]:
@@ -232,7 +234,7 @@ class RayExecutor:
         spec = self._loads.spec_of(decision, " and ".join(dict.fromkeys(found)))
         point = life.workers[0].open.remote(spec)  # Ray gives its answer to the others
         starts = [worker.start.remote(spec, rank, point) for rank, worker in enumerate(life.workers)]
-        attached = [worker.attach.remote(self._nodes.form) for worker in life.workers]
+        attached = [worker.attach.remote(self._nodes.form, self._work.owners) for worker in life.workers]
         self._calls.wait(life, "starting", [*starts, *attached], partial(self._has_started, decision, life))
         return []
 
@@ -275,7 +277,7 @@ class RayExecutor:
         life = self._lives[engine] = self._new_life(decision, survivor.workers)
         self._said += self._is_placed(engine, life, survivor.whereabouts)
         rests = [worker.rest.remote() for worker in survivor.workers]
-        rests += [worker.attach.remote(self._nodes.form) for worker in survivor.workers]
+        rests += [worker.attach.remote(self._nodes.form, self._work.owners) for worker in survivor.workers]
         then, instead = partial(_started, decision), partial(self._begin_anew, decision)
         self._calls.wait(life, "dropping its old work", rests, then, instead, REST_S)
 
@@ -352,7 +354,8 @@ class RayExecutor:
         self._to_ask[decision.engine] = life
         shown = {} if picture_set is None else picture_set.encoded(request.prompt for request in requests)
         pictures = [self._ray.put(shown)] if shown else []
-        self._calls.ask(life, "taking requests", "issue", decision.attempt, decision.samples, requests, *pictures)
+        ticket = decision.key.step, decision.attempt, decision.samples
+        self._calls.ask(life, "taking requests", "issue", *ticket, requests, *pictures)
 
     # What the engines say.
 
@@ -401,7 +404,7 @@ class RayExecutor:
             is_own = (attempt, sample) not in life.continued
             life.continued.discard((attempt, sample))
             named = replace(trajectory, engine=engine) if is_own else trajectory
-            said.append(Answered(engine, life.number, attempt, sample, named.spans[0].version, named))
+            said.append(Answered(engine, life.number, attempt, sample, named.oldest_version, named))
         return said
 
     def _has_grown(self, engine: int, life: Life, answers: list[Any]) -> list[Event]:

@@ -13,17 +13,22 @@ import torch
 import torch.distributed as dist
 
 from mega_rl import platform
+from mega_rl.bridge.mapping.adapter import MergedSeries, frozen, merged_series
 from mega_rl.bridge.reshard.deposit import Deposit, Digest, HashedWrite
 from mega_rl.bridge.reshard.execute import Read, Transfer, TransferCount, Write, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.series import Series, having, with_neighbours
+from mega_rl.bridge.slices import Box
 from mega_rl.fleet.tickets import held_out
 from mega_rl.parallel.collectives import broadcast_object, is_first, together
 from mega_rl.parallel.sending import collect_to_first
-from mega_rl.rollout.remote.weight_store import Hashes, Store, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion
 from mega_rl.rollout.sinks import SentWeights
+from mega_rl.rollout.store_form import Hashes, StoreForm
 
 SEPARATOR = "/"  # between the number of a worker and the name of its parameter
+# By worker and part, the numbers of tensors there and their hashes.
+Found = Sequence[tuple[npt.NDArray[np.int32], Hashes]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class StoreSink:
 
     The store is on the node of rank 0. If all ranks are there, each writes what it holds, every byte once, and nothing
     is sent; else the ranks of that node receive what the others hold, and write it. An update has ended when the
-    version is whole in the store: no engine is waited for.
+    version is whole in the store: no engine is waited for. Of weights that engines add adapters to, the factors are
+    written, and all ranks hash the sums.
     """
 
     inspect = None  # every load is proved by its digest, in the engine
@@ -81,6 +87,7 @@ class StoreSink:
                 self._store = self._store or Store(self.form, location)
         self._whole: StorePart | None = None
         self._changing: StorePart | None = None  # what can differ from one update to the next
+        self._sums: Deposit | None = None  # weights that engines add adapters to, which nobody writes
         self._num_updates = 0
         self._hashes: list[tuple[Hashes, Hashes]] = []  # by worker, of what no version changes, and of the newest slot
         self.stored: dict[int, StoredVersion] = {}  # by number of the weights, what engines may ask for; on rank 0 only
@@ -99,9 +106,18 @@ class StoreSink:
 
     def connect(self, sources: Layout) -> None:
         """Plan every update; no engine takes part."""
-        self._whole = self._changing = self._plan(sources, self.form.workers)
+        workers = range(len(self.form.workers))
+        with_adapters = [self.form.with_adapters(worker) for worker in workers]
+        names = {one.hf_name for of_worker in with_adapters for one in of_worker}
+        every = [
+            [*held, *(frozen(one) for one in held if isinstance(one, Series) and one.hf_name in names)]
+            for held in sources
+        ]
+        self._whole = self._changing = self._plan(every, [self.form.first(worker) for worker in workers])
         if self.form.changing is not None:
-            self._changing = self._plan(sources, self.form.changing)
+            self._changing = self._plan(every, [self.form.later(worker) for worker in workers])
+        if names:
+            self._sums = self._deposit(sources, with_adapters)
 
     def update(self, read: Read, version: int, is_validation: bool = False) -> TransferCount:
         """Write a version over the oldest one, or a validation's over the last: nobody may ask for that any more."""
@@ -116,11 +132,12 @@ class StoreSink:
         write = HashedWrite(write_into(self._memory(number)), self.form.salt)
         with torch.no_grad(), nullcontext() if part.is_collective else together("writing into the weight store"):
             window = part.move(read, write)
-        found = None if self._store is None else self._found(write.digest())
-        parts = collect_to_first(found, range(self._num_here))
+        found = [] if self._store is None else [self._found(write.digest())]
+        found += self._hash_sums(read)
+        parts = collect_to_first(found, range(self._num_here if self._sums is None else self._world))
         self._version = version
         if is_first():
-            self._publish(number, parts)
+            self._publish(number, [one for of_rank in parts for one in of_rank])
         return window
 
     def begin_sampling(self) -> None:
@@ -129,22 +146,32 @@ class StoreSink:
     def make_room(self) -> None:
         """Do nothing: the engines have devices of their own."""
 
-    def _found(self, digest: Digest) -> list[tuple[npt.NDArray[np.int32], Hashes]]:
-        """What this rank has written: by worker and part, the numbers of tensors there and their hashes."""
+    def _hash_sums(self, read: Read) -> list[Found]:
+        """Of this rank's part of the weights that engines add adapters to, with the adapters added."""
+        if self._sums is None:
+            return []
+        hashed = HashedWrite(_write_nothing, self.form.salt)
+        with torch.no_grad(), together("hashing weights with their adapters"):
+            self._sums.run(read, hashed, self._weights.dtype)
+        return [self._found(hashed.digest())]
+
+    def _found(self, digest: Digest) -> Found:
+        """What a digest says of an engine's tensors: frozen weights and factors are none of these."""
         plans = self.form.plans
         numbers: list[list[int]] = [[] for _ in range(2 * len(plans))]
         values: list[list[int]] = [[] for _ in numbers]
         for (name, hf_name), value in digest.items():
             worker, local_name = name.split(SEPARATOR)
             parts = plans[int(worker)].parts
-            key, is_in_slot = (local_name, hf_name), local_name in parts[1].places
-            numbers[2 * int(worker) + is_in_slot].append(parts[is_in_slot].numbers[key])
-            values[2 * int(worker) + is_in_slot].append(value)
+            for index, part in enumerate(parts):
+                if (number := part.numbers.get((local_name, hf_name))) is not None:
+                    numbers[2 * int(worker) + index].append(number)
+                    values[2 * int(worker) + index].append(value)
         pairs = zip(numbers, values, strict=True)
         return [(np.array(number, np.int32), np.array(value, np.uint64)) for number, value in pairs]
 
-    def _publish(self, number: int, found: Sequence[Sequence[tuple[npt.NDArray[np.int32], Hashes]]]) -> None:
-        """``found``: by rank of this node, as ``_found``."""
+    def _publish(self, number: int, found: Sequence[Found]) -> None:
+        """``found``: of the parts of all ranks."""
         assert self._store is not None, "rank 0 has the store"
         anew = [tuple(np.zeros(len(part.numbers), np.uint64) for part in plan.parts) for plan in self.form.plans]
         for of_rank in found:
@@ -166,14 +193,12 @@ class StoreSink:
         }
 
     def _plan(self, sources: Layout, of_workers: Sequence[Sequence[Series]]) -> StorePart:
-        wanted = [[_of_worker(one, worker) for one in series] for worker, series in enumerate(of_workers)]
         dtype = self._weights.dtype
         if self._num_here == self._world:
-            everything = [series for of_worker in wanted for series in of_worker]
-            deposit = Deposit(compile_plan([*sources, []], [*([] for _ in sources), everything]), self._rank)
+            deposit = self._deposit(sources, of_workers)
             return StorePart(lambda read, write: deposit.run(read, write, dtype), is_collective=False)
         destinations: list[list[Series]] = [[] for _ in sources]
-        for worker, series in enumerate(wanted):
+        for worker, series in enumerate(_by_worker(of_workers)):
             destinations[worker % self._num_here] += series
         transfer = Transfer(
             compile_plan(sources, destinations),
@@ -186,16 +211,35 @@ class StoreSink:
         )
         return StorePart(lambda read, write: transfer.run(read, write, dtype), is_collective=True)
 
+    def _deposit(self, sources: Layout, of_workers: Sequence[Sequence[Series]]) -> Deposit:
+        everything = [series for of_worker in _by_worker(of_workers) for series in of_worker]
+        return Deposit(compile_plan([*sources, []], [*([] for _ in sources), everything]), self._rank)
+
 
 def form_of(weights: SentWeights, engine_size: int, num_slots: int, salt: int, has_validation: bool) -> StoreForm:
     """The form of a store for engines of so many workers, which are sent these weights."""
     series = tuple(tuple(weights.worker_layout(engine_size, worker)) for worker in range(engine_size))
-    names, changing = weights.changing, None
-    if names is not None:
-        changing = tuple(tuple(with_neighbours(one, having(one, names))) for one in series)
-    return StoreForm(series, weights.dtype, num_slots, salt, has_validation, changing)
+
+    def form(names: frozenset[str] | None, merged: tuple[tuple[MergedSeries, ...], ...] = ()) -> StoreForm:
+        changing = None
+        if names is not None:
+            changing = tuple(tuple(with_neighbours(one, having(one, names))) for one in series)
+        return StoreForm(series, weights.dtype, num_slots, salt, has_validation, changing, merged)
+
+    if weights.merged is None or weights.changing is None:
+        return form(weights.changing)
+    merged = tuple(tuple(merged_series(one, weights.merged)) for one in series)
+    found = form(weights.changing - weights.merged.ranks.keys(), merged)
+    return form(weights.changing) if found.has_mixed else found
 
 
-def _of_worker(series: Series, worker: int) -> Series:
-    """The same series under a name that no other worker's parameter has."""
-    return replace(series, local_name=f"{worker}{SEPARATOR}{series.local_name}")
+def _by_worker(of_workers: Sequence[Sequence[Series]]) -> list[list[Series]]:
+    """The same series under names that no other worker's parameters have."""
+    return [
+        [replace(one, local_name=f"{worker}{SEPARATOR}{one.local_name}") for one in series]
+        for worker, series in enumerate(of_workers)
+    ]
+
+
+def _write_nothing(local_name: str, hf_name: str, hf_box: Box, local_box: Box, piece: torch.Tensor) -> None:
+    """For what is only hashed."""

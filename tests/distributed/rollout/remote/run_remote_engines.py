@@ -143,7 +143,7 @@ def every_parameter_is_the_trainers(trainer: Trainer) -> None:
         perturb(trainer.model, version, 0.05)
         trainer.push(version)
         full = dict(hf_weights(trainer.model))
-        for live in trainer.sink.inspect(copies, [()] * NUM_ENGINES):
+        for live in trainer.sink.inspect(copies, [()] * NUM_ENGINES).values():
             assert live.keys() == {piece.local_name for piece in trainer.wanted}
             for piece in trainer.wanted:
                 ours = full[piece.hf_name][indices(piece.hf_box)]

@@ -6,15 +6,20 @@ Started by ``test_weight_store.py``. Every rank prints one line ``CHECK <name> <
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mega_rl import platform
+from mega_rl.bridge.lora import Factors, merged
+from mega_rl.bridge.mapping.adapter import adapter_series, adapter_tensors, names_of
 from mega_rl.bridge.mapping.megatron import ModelChunk, Shard, megatron_series
-from mega_rl.bridge.mapping.tensors import hf_tensors
+from mega_rl.bridge.mapping.tensors import hf_tensors, roles
+from mega_rl.bridge.mapping.tuning import AdapterPlan
+from mega_rl.bridge.outgoing.merge import LoraMerge
 from mega_rl.bridge.series import slices_of
-from mega_rl.bridge.slices import Box, indices, num_elements
+from mega_rl.bridge.slices import Box, indices, num_elements, whole_box
 from mega_rl.errors import InputError
 from mega_rl.fleet.tickets import held_out
 from mega_rl.models.shape import parse_config
@@ -23,6 +28,7 @@ from mega_rl.rollout.remote import weight_store
 from mega_rl.rollout.remote.fleet.store_sink import StoreSink
 from mega_rl.rollout.remote.weight_store import RewrittenError, Store, StoredVersion, take
 from mega_rl.rollout.sinks import SentWeights
+from tests.distributed.bridge.test_bridge_execute import local_parameters
 from tests.distributed.rollout.remote.run_remote_engines import place
 from tests.distributed.rollout.rollout_checks import check
 from tests.models.families import FILES
@@ -126,6 +132,47 @@ def only_what_changes_is_written(num_here: int) -> None:
         assert then == num_changing and live[f"{QKV}weight"].equal(store.parameters(0, 3)[f"{QKV}weight"])
 
 
+def engines_add_adapters(num_here: int) -> None:
+    """Later versions bring factors alone; an engine that has added them holds the bits of the trainer's own sums."""
+    linear = [name for name, role in roles(SHAPE).items() if role == "linear"]
+    plan = AdapterPlan(dict.fromkeys(linear, 2), alpha=3.0)
+    sizes, rank = adapter_tensors(SHAPE, plan), dist.get_rank()
+    sources = [megatron_series(SHAPE, ModelChunk(range(SHAPE.num_layers), Shard(one, 2))) for one in range(2)]
+    changing = frozenset(plan.ranks)
+    weights = SentWeights(SHAPE, torch.bfloat16, 1 << 14, torch.device("cpu"), changing, merged=plan)
+    sink = StoreSink(weights, 2, num_slots=2, num_here=num_here)
+    with_adapters = [[*held, *adapter_series(held, plan)] for held in sources]
+    sink.connect(with_adapters)
+    base = {name: _random(name, 0).bfloat16() for name in hf_tensors(SHAPE)}
+    live, moved = [dict[str, torch.Tensor]() for _ in range(2)], list[int]()
+    for version in range(3):
+        factors = {name: torch.full(size, 0.5 * version).bfloat16() for name, size in sizes.items()}
+        factors |= {name: tensor * torch.arange(1, len(tensor) + 1)[:, None] for name, tensor in factors.items()}
+        whole = {name: Factors(*(factors[part] for part in names_of(name)), plan.scale(2)) for name in plan.ranks}
+        placed = place(slices_of(with_adapters[rank]), base | factors)
+        shards = {name: tensor.bfloat16() for name, tensor in placed.items()}
+
+        def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box, shards: Any = shards) -> torch.Tensor:
+            return shards[local_name][indices(local_box)]
+
+        merge = LoraMerge(lambda whole=whole: whole, read, torch.bfloat16)  # type: ignore[misc]
+        count = sink.update(merge.for_sync(read, version).read, version)
+        moved.append(sum(one.bytes_local + one.bytes_sent for one in gather_objects(count)))
+        location, stored = broadcast_object((sink.store and sink.store.location, sink.stored))
+        sums = base | {name: merged(base[name], own, whole_box(base[name].shape)) for name, own in whole.items()}
+        store = Store(sink.form, location)
+        for worker, series in enumerate(sink.form.workers):
+            wanted = local_parameters(slices_of(series), sums, torch.bfloat16)
+            live[worker] = live[worker] or {name: torch.full_like(tensor, 7.0) for name, tensor in wanted.items()}
+            take(store, worker, store.form.slot(version), stored[version].of(worker), live[worker], version > 0)
+            assert all(torch.equal(live[worker][name], tensor) for name, tensor in wanted.items()), version
+        dist.barrier()  # the next version takes a place that was read
+    of_factors = sum(
+        num_elements(piece.hf_box) for worker in range(2) for piece in slices_of(sink.form.factors(worker))
+    )
+    assert moved[0] > 2 * moved[1] and moved[1:] == [2 * of_factors] * 2, (moved, of_factors)
+
+
 def other_bytes_are_refused() -> None:
     """A bit that has changed in memory, a version that has been written over, and parameters of another shape."""
     world = World(1, 2)
@@ -190,6 +237,7 @@ def main() -> None:
             check(f"versions_arrive_{engine_size}_{num_here}", versions_arrive, engine_size, num_here)
     for num_here in (2, 1):
         check(f"only_what_changes_is_written_{num_here}", only_what_changes_is_written, num_here)
+        check(f"engines_add_adapters_{num_here}", engines_add_adapters, num_here)
     bodies = (every_byte_is_written_once, other_bytes_are_refused, host_without_room_is_refused, nodes_of_several_sizes)
     for body in bodies:
         check(body.__name__, body)

@@ -17,6 +17,8 @@ CHECKS = (
     "versions_arrive_2_1",
     "only_what_changes_is_written_2",
     "only_what_changes_is_written_1",
+    "engines_add_adapters_2",
+    "engines_add_adapters_1",
     "every_byte_is_written_once",
     "other_bytes_are_refused",
     "host_without_room_is_refused",

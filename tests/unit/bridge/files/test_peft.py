@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_rl.bridge.files.peft.peft import PeftReader, target_modules, write_adapter
 from mega_rl.bridge.files.peft.peft_config import PeftConfig
-from mega_rl.bridge.lora import Factors, merged
+from mega_rl.bridge.lora import Factors, merged, update
 from mega_rl.bridge.mapping.tensors import hf_tensors, roles
 from mega_rl.bridge.slices import whole_box
 from mega_rl.errors import InputError
@@ -204,6 +204,28 @@ def test_a_merge_does_not_depend_on_boxes_or_threads(dtype: torch.dtype) -> None
             assert torch.equal(merged(weight[part], factors, box), whole[part])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 64])
+def test_factors_of_16_bits_have_the_bits_of_a_product_in_the_order_of_the_rank(rank: int) -> None:
+    """However they are cut; and where nothing is added a weight keeps its bits, -0 too."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, generator=generator).bfloat16() for size in ((rank, 333), (700, rank)))
+    b[40:60] = 0
+    factors, whole = Factors(a, b, 0.37), whole_box((700, 333))
+    products = b.double()[:, :, None] * a.double()[None]
+    total = torch.zeros(700, 333)
+    for term in range(rank):
+        total = (total.double() + products[:, term]).float()  # of two float32 numbers float64 is wide enough
+    found = update(factors, whole)
+    assert torch.equal(found, total * 0.37)
+    tiled = torch.cat([b[i : i + 256].float() @ a.float() for i in range(0, 700, 256)])
+    assert torch.equal(found, tiled * 0.37), "a matrix product on a CPU adds in this order"
+    box = ((13, 500), (100, 333))
+    part = Factors(a[:, 100:333], b[13:500], 0.37)
+    assert torch.equal(update(part, whole_box((487, 233))).view(torch.int32), update(factors, box).view(torch.int32))
+    weight = torch.full((700, 333), -0.0)
+    assert merged(weight, factors, whole)[40:60].signbit().all()
 
 
 def test_shapes_of_the_written_configuration(tmp_path: Path) -> None:

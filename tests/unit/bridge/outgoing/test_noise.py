@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from mega_rl.bridge.outgoing import noise as noise_module
-from mega_rl.bridge.outgoing.noise import AqnNoise, draw, noise_metrics
+from mega_rl.bridge.outgoing.noise import AqnNoise, NoiseFigures, Records, draw
 from mega_rl.bridge.slices import Box
 from mega_rl.config.schema.sampling import AqnConfig
+from tests.pretended.trainer.ranks import PretendedRanks
 
 NAME = "model.layers.0.input_layernorm.weight"
 WIDTH = 1536
@@ -95,7 +96,7 @@ def test_sigma_zero_is_the_plain_cast_and_a_new_tensor(rounding: str, dtype: tor
     assert got.dtype == (torch.float32 if rounding == "fp32" else dtype)
     assert torch.equal(got.to(dtype), clean.to(dtype)) and torch.equal(got.float(), clean.to(dtype).float())
     assert got.data_ptr() != clean.data_ptr()
-    assert noise_metrics([sync.records], 1) == {
+    assert NoiseFigures([NAME]).of_sync(sync.records) == {
         "aqn/effective_sigma": 0.0,
         "aqn/changed_fraction": 0.0,
         "aqn/num_tensors": 1.0,
@@ -120,7 +121,9 @@ def test_a_hundred_syncs_at_constant_sigma_do_not_accumulate() -> None:
 def test_effective_sigma_of_nearest_rounding_in_bfloat16(sigma: float, factor: float) -> None:
     sync = make().for_sync(0, sigma)
     sync.apply(NAME, torch.ones(100_000), (100_000,), ((0, 100_000),), torch.bfloat16)
-    assert noise_metrics([sync.records], 1)["aqn/effective_sigma"] / sigma == pytest.approx(factor, rel=0.05, abs=0.02)
+    assert NoiseFigures([NAME]).of_sync(sync.records)["aqn/effective_sigma"] / sigma == pytest.approx(
+        factor, rel=0.05, abs=0.02
+    )
 
 
 def test_stochastic_rounding_keeps_small_noise_in_the_mean() -> None:
@@ -134,7 +137,7 @@ def test_stochastic_rounding_keeps_small_noise_in_the_mean() -> None:
     # Unbiased: the slope of change on noise is 1. Its standard error: sqrt(E|Z| * spacing) / (sigma * sqrt(width)).
     slope = (change * noise).sum() / noise.square().sum()
     assert slope.item() == pytest.approx(1.0, abs=0.06)
-    assert 0 < noise_metrics([sync.records], 1)["aqn/changed_fraction"] < 0.05
+    assert 0 < NoiseFigures([NAME]).of_sync(sync.records)["aqn/changed_fraction"] < 0.05
     plain = apply(make(), clean, 0, sigma, torch.bfloat16, (width,), ((0, width),))
     assert torch.equal(plain, clean.bfloat16()), "rounding to nearest loses all of it"
 
@@ -149,7 +152,23 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours(sign: float) -> Non
     assert set(steps.tolist()) == {0.0, 1.0}
 
 
-def test_metrics_count_a_tensor_once_and_do_not_depend_on_the_layout() -> None:
+def of_ranks(patch: pytest.MonkeyPatch, records: list[Records], targets: list[str]) -> dict[str, float]:
+    """The figures of two syncs in a row, which every rank finds alike."""
+    ranks = PretendedRanks(len(records))
+    ranks.take_the_place_of_the_group(patch)
+    patch.setattr(noise_module, "is_any", ranks.is_any)
+    patch.setattr(noise_module, "reduced", ranks.numbers)
+
+    def twice(rank: int) -> list[dict[str, float]]:
+        figures = NoiseFigures(targets)
+        return [figures.of_sync(records[rank]) for _ in range(2)]
+
+    found = [metrics for of_rank in ranks.run(twice) for metrics in of_rank]
+    assert all(metrics == found[0] for metrics in found)
+    return found[0]
+
+
+def test_metrics_count_a_tensor_once_and_do_not_depend_on_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     noise, names = make(), [f"model.layers.{i}.input_layernorm.weight" for i in range(4)]
 
     def records(layers: list[int], box: tuple[tuple[int, int], ...] = WHOLE) -> Any:
@@ -158,32 +177,53 @@ def test_metrics_count_a_tensor_once_and_do_not_depend_on_the_layout() -> None:
             sync.apply(names[i], weight(i)[box[0][0] : box[0][1]], (WIDTH,), box, torch.bfloat16)
         return sync.records
 
-    alone = noise_metrics([records([0, 1, 2, 3])], 4)
+    alone = NoiseFigures(names).of_sync(records([0, 1, 2, 3]))
     assert alone["aqn/num_tensors"] == 4
     assert alone["aqn/effective_sigma"] == pytest.approx(0.01, rel=0.05)
     assert alone["aqn/changed_fraction"] > 0.7
     assert 0 < alone["aqn/noise_hash"] < 2**48 and alone["aqn/noise_hash"] == int(alone["aqn/noise_hash"])
-    assert noise_metrics([records([2, 3]), records([0, 1]), records([0, 1])], 4) == alone
+    assert of_ranks(monkeypatch, [records([2, 3]), records([0, 1]), records([0, 1])], names) == alone
     halves = [records([0, 1, 2, 3], ((0, 512),)), records([0, 1, 2, 3], ((512, WIDTH),))]
-    assert noise_metrics(halves, 4) == pytest.approx(alone, rel=1e-6)
-    assert noise_metrics([records([0, 1, 2])], 3)["aqn/noise_hash"] != alone["aqn/noise_hash"]
+    assert of_ranks(monkeypatch, halves, names) == pytest.approx(alone, rel=1e-6)
+    monkeypatch.undo()
+    assert NoiseFigures(names[:3]).of_sync(records([0, 1, 2]))["aqn/noise_hash"] != alone["aqn/noise_hash"]
 
 
-def test_replicas_that_drew_differently_are_found() -> None:
+def test_what_is_counted_follows_the_boxes_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that reads other boxes than in the sync before has all ranks agree anew."""
+    noise, ranks = make(), PretendedRanks(2)
+    ranks.take_the_place_of_the_group(monkeypatch)
+    monkeypatch.setattr(noise_module, "is_any", ranks.is_any)
+    monkeypatch.setattr(noise_module, "reduced", ranks.numbers)
+
+    def records(box: Box) -> Records:
+        sync = noise.for_sync(7, 0.01)
+        sync.apply(NAME, weight()[box[0][0] : box[0][1]], (WIDTH,), box, torch.float32)
+        return sync.records
+
+    def syncs(rank: int) -> list[dict[str, float]]:
+        figures = NoiseFigures([NAME])
+        return [figures.of_sync(records(box)) for box in (WHOLE, ((0, 512),) if rank else ((512, WIDTH),), WHOLE)]
+
+    for found in ranks.run(syncs):
+        assert found[1] == pytest.approx(found[0], rel=1e-6) and found[2] == found[0]
+
+
+def test_replicas_that_drew_differently_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = []
     for version in (7, 8):
         sync = make().for_sync(version, 0.01)
         sync.apply(NAME, weight(), (WIDTH,), WHOLE, torch.bfloat16)
         ranks.append(sync.records)
     with pytest.raises(RuntimeError, match=f"different AQN noise for {NAME}"):
-        noise_metrics(ranks, 1)
+        of_ranks(monkeypatch, ranks, [NAME])
 
 
 def test_a_target_without_noise_is_found() -> None:
     sync = make().for_sync(7, 0.01)
     sync.apply(NAME, weight(), (WIDTH,), WHOLE, torch.bfloat16)
     with pytest.raises(RuntimeError, match="1 tensors of 2 targets"):
-        noise_metrics([sync.records], 2)
+        NoiseFigures([NAME, "another"]).of_sync(sync.records)
 
 
 def test_a_tensor_is_drawn_once_per_sync(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
 from mega_rl.bridge.outgoing.noise import AqnNoise, AqnTransform
-from mega_rl.bridge.outgoing.transform import Changed, Notes, fold
+from mega_rl.bridge.outgoing.transform import Changed, fold
 from mega_rl.bridge.reshard.execute import Read
 from mega_rl.bridge.slices import Box, indices
 from mega_rl.config.schema.sampling import AqnConfig
@@ -29,11 +29,7 @@ class Step:
         def changed(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
             return read(local_name, hf_name, hf_box, local_box) * self.factor + self.addend
 
-        return Changed(changed, self.sigma, Notes(lambda: (self.name, version), self.metrics, [self.name]))
-
-    def metrics(self, records: Sequence[tuple[str, int]]) -> dict[str, float]:
-        assert {name for name, _ in records} == {self.name}, "the notes of another transform"
-        return {self.name: float(sum(version for _, version in records))}
+        return Changed(changed, self.sigma, lambda: {self.name: float(version)})
 
 
 def ones(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
@@ -56,14 +52,12 @@ def test_transforms_are_applied_in_their_order() -> None:
 def test_without_transforms_the_reader_is_the_trainers_own() -> None:
     outgoing = fold((), ones, 4)
     assert outgoing.read is ones and outgoing.sigma == 0.0
-    assert outgoing.records() == [] and outgoing.names == [] and outgoing.metrics([[], []]) == {}
+    assert outgoing.metrics() == {}
 
 
-def test_every_transform_is_given_its_own_notes_of_all_ranks() -> None:
+def test_every_transform_is_asked_for_its_figures() -> None:
     outgoing = fold([Step("a", 1, 0), Step("b", 1, 0, sigma=0.25)], ones, 7)
-    assert outgoing.records() == [("a", 7), ("b", 7)] and outgoing.names == ["a", "b"] and outgoing.sigma == 0.25
-    ranks = [outgoing.records(), [("a", 1), ("b", 2)]]
-    assert outgoing.metrics(ranks) == {"a": 8.0, "b": 9.0}
+    assert outgoing.metrics() == {"a": 7.0, "b": 7.0} and outgoing.sigma == 0.25
 
 
 class Masters:
@@ -92,7 +86,7 @@ def test_targets_are_their_masters_with_noise_and_the_rest_passes(dtype: torch.d
     sent = outgoing.read("l", NORM, part, ((0, 5),))
     expected = transform.noise.for_sync(6, 0.5).apply(NORM, torch.full((5,), 1.5), (8,), part, dtype)
     assert sent.dtype == dtype and torch.equal(sent, expected) and not torch.equal(sent, torch.full((5,), 1.5))
-    metrics = outgoing.metrics([outgoing.records()])
+    metrics = outgoing.metrics()
     assert metrics["aqn/num_tensors"] == 1.0 and metrics["aqn/effective_sigma"] > 0
 
 
@@ -100,4 +94,4 @@ def test_a_stage_without_noise_reads_no_masters_and_tells_nothing() -> None:
     masters = Masters()
     outgoing = fold([noisy(masters)], ones, 4)
     assert outgoing.read is ones and outgoing.sigma == 0.0 and masters.asked == []
-    assert outgoing.metrics([outgoing.records()] * 2) == {}
+    assert outgoing.metrics() == {}

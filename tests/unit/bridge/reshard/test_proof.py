@@ -163,8 +163,8 @@ def verdict(patch: pytest.MonkeyPatch, trainer: list[Model], engines: list[Model
         def read(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
             return trainer[rank][hf_name][indices(hf_box)]
 
-        def inspect(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-            return ranks.gathered(function(local(engines[rank], wanted[rank]), *arguments[rank]))
+        def inspect(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
+            return {rank: function(local(engines[rank], wanted[rank]), *arguments[rank])}
 
         checks = Proof(SIZES, TRAINER[rank], layout, num_workers=2, is_sample=False, seed=SALT)
         assert checks.check(read, inspect, version=5) == len(SIZES)
@@ -263,8 +263,8 @@ def both_proofs(patch: pytest.MonkeyPatch, made: Counter[int], size: int) -> lis
         held, live = held_at(rank), local_parameters(slices_of(layout[rank % ENGINE_SIZE]), model, torch.bfloat16)
         before = made[threading.get_ident()]
 
-        def inspect(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-            return ranks.gathered(function(live, *arguments[rank]))
+        def inspect(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
+            return {rank: function(live, *arguments[rank])}
 
         load = LoadProof(hf_tensors(SHAPE), held, layout, size // ENGINE_SIZE, read)
         assert load.difference(inspect, size) is None

@@ -11,7 +11,8 @@ import torch
 from mega_rl.bridge.series import Series
 from mega_rl.rollout.remote import attached_store, engine_process
 from mega_rl.rollout.remote.engine_process import EngineProcess, LoadResult
-from mega_rl.rollout.remote.weight_store import Location, Part, Store, StoreForm, WantedVersion
+from mega_rl.rollout.remote.weight_store import Location, Store, WantedVersion
+from mega_rl.rollout.store_form import Part, StoreForm
 from tests.pretended.engine_process import sealed
 
 OTHER = Series("lm_head.weight", ((0, 3),), "lm_head.weight", ((0, 3),))

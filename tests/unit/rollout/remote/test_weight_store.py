@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mega_rl.bridge.mapping.adapter import adapter_tensors
 from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.mapping.tuning import AdapterPlan
 from mega_rl.bridge.mapping.vllm import vllm_series
-from mega_rl.bridge.series import having, with_neighbours
+from mega_rl.bridge.series import having, slices_of, with_neighbours
 from mega_rl.errors import InputError
 from mega_rl.models.shape import parse_config
 from mega_rl.rollout.remote.fleet.node_agent import chunks_of
-from mega_rl.rollout.remote.fleet.store_sink import form_of as sink_form
-from mega_rl.rollout.remote.weight_store import ALIGNMENT, Store, StoreForm, check_room
-from mega_rl.rollout.sinks import SentWeights
+from mega_rl.rollout.remote.weight_store import Store, check_room, take
+from mega_rl.rollout.store_form import ALIGNMENT, StoreForm
+from tests.distributed.bridge.test_bridge_execute import local_parameters
 from tests.models.families import CONTRACT
+from tests.pretended.adapted_model import AdaptedModel, adapted_form
 from tests.pretended.engine_process import sealed
 
 ENGINE_SIZE = 2
@@ -68,27 +71,67 @@ def test_parameters_that_change_nowhere_lie_there_once() -> None:
     assert plan.num_bytes(4) < everything.num_bytes * 2 < whole.plan(0).num_bytes(4)
 
 
-@pytest.mark.parametrize("way", ["slots", "merged"])
+@pytest.mark.parametrize("way", ["slots", "sums", "factors"])
 def test_a_version_of_adapters_moves_what_they_are_and_no_base_weights(way: str) -> None:
     """To a node whole slots, and to an engine what its worker's slot has; the base is there once."""
     shape = parse_config(CONTRACT.config("qwen3"), "qwen3")
     plan = AdapterPlan({name: 16 for name in hf_tensors(shape) if ".q_proj." in name})
     factors = adapter_tensors(shape, plan)
-    changing = frozenset(factors if way == "slots" else plan.ranks)
-    slots = plan if way == "slots" else None
-    sent = SentWeights(shape, torch.bfloat16, 1 << 20, torch.device("cpu"), changing, slots)
-    form = sink_form(sent, ENGINE_SIZE, num_slots=2, salt=1, has_validation=False)
+    form = adapted_form(shape, plan, ENGINE_SIZE, way)
     together = {n: size for n, size in hf_tensors(shape).items() if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
-    wanted = factors if way == "slots" else together
-    kept = {hf_name for plan in form.plans for _, hf_name in plan.slot.numbers}
-    assert kept == wanted.keys(), "of what is merged, what shares a parameter with it too"
+    wanted = together if way == "sums" else factors
+    hashed = {hf_name for plan in form.plans for _, hf_name in plan.slot.numbers}
+    assert hashed == (factors if way == "slots" else together).keys(), "what shares a parameter with the sums too"
     to_worker = [sum(2 * prod(place.size) for place in plan.slot.places.values()) for plan in form.plans]
     least = sum(2 * prod(size) for size in wanted.values()) / ENGINE_SIZE
     assert all(least <= num_bytes <= 2 * least for num_bytes in to_worker), (to_worker, least)
     to_node = sum(stop - start for _, start, stop in chunks_of(form, is_fixed=False))
     assert to_node == sum(plan.slot.num_bytes - ALIGNMENT for plan in form.plans)
+    later = {one.hf_name for one in form.later(0)}
+    assert later == {re.sub(r"\.layers\.\d+\.", ".layers.{layer}.", name) for name in wanted}
     base = sum(2 * prod(size) for size in hf_tensors(shape).values())
     assert sum(stop - start for _, start, stop in chunks_of(form, is_fixed=True)) + to_node >= base
+
+
+def test_weights_that_change_otherwise_beside_an_adapter_bring_sums() -> None:
+    """Where both are in one parameter of the engine; where they are not, they come beside the factors."""
+    shape = parse_config(CONTRACT.config("qwen3"), "qwen3")
+    plan = AdapterPlan({name: 4 for name in hf_tensors(shape) if ".q_proj." in name})
+    norm, beside = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
+    form = adapted_form(shape, plan, ENGINE_SIZE, "factors", [norm])
+    assert form.merged and norm in form.plan(0).slot.places and norm not in form.plan(0).fixed.places
+    form = adapted_form(shape, plan, ENGINE_SIZE, "factors", [beside])
+    assert form == adapted_form(shape, plan, ENGINE_SIZE, "sums", [beside]) and not form.merged
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_an_engine_that_adds_adapters_holds_the_bits_of_the_sums(family: str) -> None:
+    """In all versions, and in stacked experts too, whose adapters have another rank."""
+    model = AdaptedModel(parse_config(CONTRACT.config(family), family), ENGINE_SIZE)
+    store, form = model.store, model.form
+    live = [local_parameters(slices_of(series), None, torch.bfloat16) for series in form.workers]
+    before = list[dict[str, Tensor]]()
+    for version in range(3):
+        stored, wanted = model.put(version)
+        for worker, of_worker in enumerate(wanted):
+            plan = form.plan(worker)
+            num_bytes = take(store, worker, form.slot(version), stored.of(worker), live[worker], has_fixed=version > 0)
+            equal = {
+                n: torch.equal(live[worker][n].view(torch.int16), t.view(torch.int16)) for n, t in of_worker.items()
+            }
+            assert all(equal.values()), equal
+            frozen = sum(tensor.nbytes for name, tensor in of_worker.items() if name in plan.merges)
+            factors = sum(2 * prod(place.size) for place in plan.slot.places.values())
+            assert not version or num_bytes == frozen + factors
+        if version:
+            changed = {name for name, tensor in wanted[0].items() if not torch.equal(tensor, before[0][name])}
+            assert changed == {name for name, merges in form.plan(0).merges.items() if merges}
+        before = wanted
+    name = next(merge.a for merges in form.plan(1).merges.values() for merge in merges)
+    store.parameters(1, 2)[name].view(torch.int16)[0, 0] ^= 1
+    with pytest.raises(RuntimeError, match=r"holds another .* than version 2 .*\(1 tensors differ\)"):
+        take(store, 1, form.slot(2), stored.of(1), live[1], has_fixed=True)
+    store.close()
 
 
 def test_a_node_without_room_is_told_what_it_needs() -> None:

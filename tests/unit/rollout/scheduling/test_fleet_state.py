@@ -10,7 +10,8 @@ import pytest
 from mega_rl.rollout.partial import PartialResponse, piece_of
 from mega_rl.rollout.scheduling import fleet_state
 from mega_rl.rollout.scheduling.fleet_state import decoded, encoded
-from mega_rl.types import Prompt, Span
+from mega_rl.types import HandedTrajectory, Prompt, Response, Span, Trajectory
+from tests.pretended.owners import not_handed
 
 
 def partial_response(sample: int, num_tokens: int) -> PartialResponse:
@@ -26,7 +27,7 @@ def state(*lengths: int) -> dict[str, Any]:
 
 
 def again(found: dict[str, Any]) -> dict[int, PartialResponse]:
-    decoded_state, scores = decoded(json.loads(json.dumps(encoded(found, {}))))
+    decoded_state, scores = decoded(json.loads(json.dumps(encoded(found, {}, not_handed))))
     assert not scores
     ((row,),) = decoded_state["steps"].values()
     return row["prefixes"]  # type: ignore[no-any-return]
@@ -42,3 +43,15 @@ def test_responses_under_way_come_back_with_their_versions_and_log_probabilities
 def test_the_longest_are_saved_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_state, "MAX_TOKENS", 12)
     assert sorted(again(state(5, 2, 7, 3))) == [0, 2]
+
+
+def test_a_trajectory_that_another_rank_owns_is_written_whole() -> None:
+    prompt = Prompt(4, (8, 9), "", "", "test")
+    whole = Trajectory.single_turn(prompt, 0, [3, 2], [-0.5, -0.25], "b", "stop", 5)
+    told = HandedTrajectory(whole.summary(3, 17))
+    row = {"ticket": 0, "is_kept": None, "results": {0: told}, "prefixes": {}}
+    found = {"format": 1, "trained": 6, "steps": {6: [row]}}
+    asked: list[Response] = []
+    written = json.loads(json.dumps(encoded(found, {}, lambda one: asked.append(one) or whole)))  # type: ignore[func-returns-value]
+    ((back,),) = decoded(written)[0]["steps"].values()
+    assert back["results"] == {0: whole} and asked == [told]

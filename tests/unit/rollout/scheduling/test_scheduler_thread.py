@@ -26,6 +26,7 @@ from mega_rl.rollout.scheduling.fleet_state import decoded, encoded
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.fleet_engines import PretendedExecutor
+from tests.pretended.owners import not_handed
 
 MANY_LIVES = EngineLimits(slots=3, restarts=10_000)
 RULES = Rules(num_groups=2, group_size=2, total_steps=4, eta=1, budget=4)
@@ -89,7 +90,7 @@ def test_what_is_delivered_depends_on_no_engine_and_a_checkpoint_goes_on_exactly
         thread.saved(2)  # before its weights are published: what it waits for needs only older ones
         state = thread.committed(2, wait_s=60.0)
     assert state is not None and list(state[0]["steps"]) == [2]
-    state = decoded(encoded(*state))
+    state = decoded(encoded(*state, not_handed))
     with running(engines=2, death=50, seed=5, state=state) as (thread, executor):
         assert thread.committed(2, wait_s=0.0) is None
         assert rest(thread, first=2) == whole[2:]
@@ -131,7 +132,7 @@ def test_a_saved_state_keeps_its_scores_however_late_it_is_closed() -> None:
             thread.take(step)
         state = thread.committed(2, wait_s=60.0)
     assert state is not None and list(state[0]["steps"]) == [2, 3]
-    assert {key.step for key in decoded(encoded(*state))[1]} == {2, 3}
+    assert {key.step for key in decoded(encoded(*state, not_handed))[1]} == {2, 3}
 
 
 def test_without_engines_the_loop_is_told_at_once() -> None:

@@ -27,7 +27,7 @@ def test_speed_is_of_the_phases_in_which_the_trainer_computes(monkeypatch: pytes
                 now += seconds
     # Of the four ranks each two compute one replica of the model, and all count what this one does.
     layout = ParallelLayout(world_size=4, tensor=2, context=1, data=2, pipeline=1, expert=1, expert_tensor=2)
-    monkeypatch.setattr(speed, "gather_to_first", lambda own: [own] * 4)
+    monkeypatch.setattr(speed, "numbers_to_first", lambda own: [own] * 4)
     watch = LoadWatch(lambda: None)
     found = device_metrics(reports_of_step(timers, layout, watch), peak=4e12)
     assert found["throughput/tflops_per_device"] == pytest.approx(8.0 / 2 / 4.0)

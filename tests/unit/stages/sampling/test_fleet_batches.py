@@ -18,11 +18,13 @@ from mega_rl.fleet.tickets import Key, held_out
 from mega_rl.observe.timers import Timers
 from mega_rl.parallel.layout import EngineLayout
 from mega_rl.rollout.requests import sample_seed
+from mega_rl.rollout.scheduling.scheduler_thread import Delivered
 from mega_rl.stages.sampling.batch_builder import BusyTime
 from mega_rl.stages.sampling.fleet_batches import Fleet, FleetBatches
 from mega_rl.stages.sampling.ticket_requests import TicketScoring
 from mega_rl.stages.weights.engine_probe import NoEngine
 from mega_rl.types import Outcome, Prompt, Trajectory
+from tests.pretended.owners import not_handed
 
 
 class Prompts:
@@ -150,3 +152,28 @@ def test_a_validation_is_scored_as_an_evaluation_in_its_own_time() -> None:
     scoring.start(Key(0, 0), cut)
     assert busy_time._num_open == 1
     assert scored[1].episode.failure is not None, "a step may leave it out"
+
+
+def test_a_checkpoint_that_waits_for_later_steps_finds_the_responses_of_its_own() -> None:
+    """Owners forget the responses of a step when the next one is built, but not while a checkpoint needs them."""
+    made, forgotten = batches(), list[int]()
+    committed: list[Any] = [None, ({"steps": {}}, {})]
+    thread: Any = SimpleNamespace(
+        take=lambda step: Delivered({}, {}),
+        published=lambda version: None,
+        saved=lambda version: None,
+        committed=lambda version, wait_s: committed.pop(0),
+        record=SimpleNamespace(figures=dict),
+    )
+    store: Any = SimpleNamespace(drop=list, forget_handed=forgotten.append, whole=not_handed)
+    made._thread, made._trajectory_store = thread, store
+    made._rendezvous = SimpleNamespace(wait=lambda what: None)  # type: ignore[assignment]
+    made.build(0)
+    late = made.state_dict()
+    made.build(1)
+    made.build(2)
+    assert late.get_late(0.0) is None
+    made.build(3)
+    assert (late.get_late(0.0) or {})["fleet"] == {"steps": {}}
+    made.build(4)
+    assert forgotten == [0, 1, 1, 1, 4]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from mega_rl.bridge.outgoing.noise import AqnNoise
-from mega_rl.bridge.outgoing.transform import Changed, Notes
+from mega_rl.bridge.outgoing.transform import Changed
 from mega_rl.bridge.reshard.execute import Read, TransferCount
 from mega_rl.bridge.slices import Box
 from mega_rl.config.schema.sampling import AqnConfig
@@ -74,10 +73,7 @@ class Times:
         def product(local_name: str, hf_name: str, hf_box: Box, local_box: Box) -> torch.Tensor:
             return read(local_name, hf_name, hf_box, local_box) * self.factor * version
 
-        return Changed(product, sigma=0.5, notes=Notes(lambda: version, self.metrics, ["aqn/num_tensors"]))
-
-    def metrics(self, records: Sequence[int]) -> dict[str, float]:
-        return {"aqn/num_tensors": float(sum(records))}
+        return Changed(product, sigma=0.5, metrics=lambda: {"aqn/num_tensors": float(version)})
 
 
 def new_sync(done: list[Any], keeps_versions: bool = False) -> tuple[WeightSync, Sink]:

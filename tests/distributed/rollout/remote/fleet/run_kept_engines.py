@@ -35,9 +35,10 @@ from mega_rl.rollout.remote.engine_process import EngineSpec
 from mega_rl.rollout.remote.fleet import leases
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.load_checks import LoadChecks
-from mega_rl.rollout.remote.weight_store import Store, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import Store, StoredVersion
 from mega_rl.rollout.requests import make_requests
 from mega_rl.rollout.scheduling.scheduler_thread import SchedulerThread
+from mega_rl.rollout.store_form import StoreForm
 from mega_rl.types import Prompt, Score, Trajectory
 from tests.pretended.engine_process import PretendedKeptProcess, sealed
 

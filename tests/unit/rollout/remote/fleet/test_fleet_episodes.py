@@ -36,7 +36,7 @@ def process(order: int = 0, pace: int = 3) -> Iterator[EngineProcess]:
 
 def issued(process: EngineProcess, tickets: dict[int, list[Request]], max_calls: int = 10**6) -> Found:
     for attempt, asked in tickets.items():
-        process.issue(attempt, range(len(asked)), asked)
+        process.issue(0, attempt, range(len(asked)), asked)
     found: Found = {}
     while process.sampler.num_unfinished and max_calls:
         max_calls -= 1
@@ -117,7 +117,7 @@ def test_an_engine_that_waits_for_a_tool_makes_steps(monkeypatch: pytest.MonkeyP
     made = EngineProcess()
     made._engine = ScriptedEngine(tokenizer(), 0, 3)  # type: ignore[assignment]
     made._sampler = episodes_on(made._engine, plan(Waiting), 0, 1)
-    made.issue(0, range(2), tickets()[0])
+    made.issue(0, 0, range(2), tickets()[0])
     for num_steps in (16, 32):
         assert made.proceed(16) == [] and made._num_steps == num_steps
     is_over.set()

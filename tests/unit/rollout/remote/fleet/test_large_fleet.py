@@ -6,7 +6,22 @@ import pytest
 
 from mega_rl.fleet.tickets import Rules
 from mega_rl.rollout.remote.fleet.ray_executor import MANY_WORKERS, MAX_STEPS, NUM_AHEAD
-from tests.pretended.remote.large_fleet import STEP_S, run_fleet
+from tests.pretended.remote.large_fleet import EXPERTS, STEP_S, run_fleet
+
+SHAPE = 64  # bytes by which what is told of a response may be longer that has experts
+
+
+def test_tokens_and_experts_go_past_rank_0_where_the_trainer_has_several_nodes() -> None:
+    """What rank 0 is told does not grow with the experts; whatever nobody heard of is forgotten with its step."""
+    rules = Rules(20, 16, 2, eta=1, budget=40)
+    one, four = (run_fleet(64, rules, 12, 0.5, nodes, with_routing=True) for nodes in (1, 4))
+    dense = run_fleet(64, rules, 12, 0.5, num_nodes=4)
+    for found in (one, four, dense):
+        assert found.num_responses == 640 and found.num_deaths == 12
+        assert (found.num_lost, found.num_doubled, found.num_wrong) == (0, 0, 0)
+    assert four.num_bytes - dense.num_bytes < SHAPE * four.num_handed, "bytes to rank 0"
+    assert one.num_bytes > 640 * EXPERTS.nbytes > 5 * four.num_bytes
+    assert one.num_handed == 0 and four.num_handed == four.num_forgotten >= 640
 
 
 @pytest.mark.parametrize(

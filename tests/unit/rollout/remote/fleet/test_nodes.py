@@ -19,7 +19,8 @@ from mega_rl.rollout.remote.fleet import node_agent, nodes as under_test
 from mega_rl.rollout.remote.fleet.kept_engine import BESIDE
 from mega_rl.rollout.remote.fleet.node_agent import GONE, Fetched, NodeAgent, State
 from mega_rl.rollout.remote.fleet.nodes import Arrival, Nodes
-from mega_rl.rollout.remote.weight_store import FIXED_STAMP, Location, Store, StoredVersion, StoreForm
+from mega_rl.rollout.remote.weight_store import FIXED_STAMP, Location, Store, StoredVersion
+from mega_rl.rollout.store_form import StoreForm
 from tests.pretended.engine_process import sealed
 
 NORM = Series("model.norm.weight", ((0, 3000),), "model.norm.weight", ((0, 3000),))

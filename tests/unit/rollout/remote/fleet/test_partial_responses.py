@@ -103,7 +103,7 @@ def check(trajectory: Trajectory) -> None:
 def issued(decision: events.Issue, of: PartialResponses, to: EngineProcess, sample: int = 0) -> None:
     requests = make_requests([PROMPT], n=2, step=0, seed=1, max_tokens=LENGTH, temperature=1.0)
     asked = of.begin(decision, [requests[sample] for sample in decision.samples], 0.0)
-    to.issue(decision.attempt, decision.samples, asked)
+    to.issue(decision.key.step, decision.attempt, decision.samples, asked)
 
 
 def test_another_engine_goes_on_where_the_last_word_ended_and_again() -> None:
@@ -170,8 +170,10 @@ class PiecedWorker(Worker):
         self.engine.version = self.version
         return result
 
-    def do_issue(self, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any) -> None:
-        self.process_.issue(attempt, samples, requests)
+    def do_issue(
+        self, step: int, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any
+    ) -> None:
+        self.process_.issue(step, attempt, samples, requests)
 
     def do_proceed(self, max_steps: int) -> list[tuple[int, int, Trajectory]]:
         self.num_steps += max_steps

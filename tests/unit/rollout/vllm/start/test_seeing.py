@@ -94,7 +94,7 @@ def test_an_engine_elsewhere_has_pictures_only_while_it_takes_requests() -> None
     engine: Any = Engine()
     process._engine = process._sampler = engine
     requests: Any = ["one"]
-    process.issue(5, [0], requests, {"a": Picture("a")})
+    process.issue(0, 5, [0], requests, {"a": Picture("a")})
     process.submit(requests)
     with pytest.raises(InputError, match="cannot be read"):
         process.submit(["bad"], {"b": Picture("b")})  # type: ignore[list-item]
