@@ -131,7 +131,10 @@ def processes(draft: Draft, devices: int) -> int:
     )
     parts = (draft.result.get("parallel.expert_tensor") or tensor) * expert if expert > 1 else 1
     least = pipeline * math.lcm(tensor * context, parts)
-    return draft.num_devices or -(-devices // least) * least
+    entries = [draft.table.find(key) for key in draft.given.values]
+    if draft.num_devices and any(entry is not None and entry.reason == "launch" for entry in entries):
+        return draft.num_devices
+    return -(-(draft.num_devices or devices) // least) * least
 
 
 def start(draft: Draft, folder: Path, devices: int) -> tuple[str | None, bool]:

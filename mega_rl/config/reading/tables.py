@@ -72,7 +72,7 @@ def _below(key: str, pattern: str) -> bool:
 @cache
 def reasons() -> dict[str, dict[str, dict[str, str]]]:
     """Kind -> name -> language (``en`` or ``zh``) -> sentence."""
-    tree: dict[str, dict[str, dict[str, str]]] = _read("reasons")
+    tree: dict[str, dict[str, dict[str, str]]] = _read("reasons") | {"rules": _read("reasons_of_rules")}
     return tree
 
 
