@@ -73,6 +73,9 @@ def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Dra
             draft.note(key, "unknown", "no key that the table knows: look it up and set it by hand")
         elif key not in draft.outcomes:
             draft.note(key, "same", "read together with the keys beside it, but changes nothing here")
+    for name, told in given.several.items():
+        text = ", ".join(shown(value) for value in told)
+        draft.notes.append(f"{name}: the script sets it to {text}; the last counts, --set {name}=VALUE takes another")
     for key, value in given.twice.items():
         draft.notes.append(f"{key} is given twice, first as {shown(value)}: the last value counts")
     if draft.stage == "rl" and not draft.rewards:

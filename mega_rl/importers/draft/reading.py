@@ -20,6 +20,7 @@ from mega_rl.importers.draft.words import (
     MAX_CHARACTERS,
     UNKNOWN,
     expanded,
+    set_several_times,
     shell_lines,
     unknown_names,
     variables,
@@ -52,6 +53,7 @@ class Given:
     program: list[str] = field(default_factory=list)  # words that name what is run, such as ``trl`` and ``grpo``
     twice: dict[str, Any] = field(default_factory=dict)  # key -> the value that a later one replaced
     unresolved: dict[str, str] = field(default_factory=dict)  # key -> the shell variable that its value needs
+    several: dict[str, list[str]] = field(default_factory=dict)  # shell variable -> all values that the text gives it
 
     def put(self, key: str, value: Any) -> None:
         if key in self.values and self.values[key] != value:
@@ -135,6 +137,10 @@ def _from_shell(text: str, known: Mapping[str, str]) -> Given:
     lines = shell_lines(text)
     values = variables(lines) | dict(known)
     given = Given()
+    for name, found in set_several_times(lines).items():
+        told = list(dict.fromkeys(expanded(value, values) for value in found))
+        if len(told) > 1 and name not in known and not any(UNKNOWN in value for value in told):
+            given.several[name] = told
     for line in lines:
         _read_line(_command([part for word in line for part in _parts(word, values)]), given)
     if not given.values:

@@ -16,6 +16,7 @@ UNKNOWN = "\ue001"  # stands on both sides of the name of a variable whose value
 COMMAND = "(...)"  # in the place of such a name: what a command prints
 _ENDS = ";|&\n"
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+_BEFORE = ("export", "local", "declare", "readonly", "then", "else", "do", "{")  # may stand before an assignment
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -115,7 +116,7 @@ def variables(lines: list[list[str]]) -> dict[str, str]:
         for word in line:
             assignment = _ASSIGNMENT.match(word)
             if assignment is None:
-                if word not in ("export", "local", "declare", "readonly"):
+                if word not in _BEFORE and not word.endswith(")"):  # the pattern of a branch of ``case``
                     break
                 continue
             name, value = assignment[1], assignment[2]
@@ -125,6 +126,19 @@ def variables(lines: list[list[str]]) -> dict[str, str]:
                 if len(value) <= MAX_VALUE:
                     found[name] = value
     return found
+
+
+def set_several_times(lines: list[list[str]]) -> dict[str, list[str]]:
+    """Name -> its raw values, where several are assigned, as in the branches of ``if``, ``case`` and ``||``."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        # what only refers to itself is no value of its own
+        for name, value in variables([line]).items():
+            found.setdefault(name, [])
+            if value not in found[name]:
+                found[name].append(value)
+    read = {name for line in lines for word in line for name in re.findall(r"\$\{?(\w+)", word)}
+    return {name: values for name, values in found.items() if len(values) > 1 and name in read}
 
 
 def expanded(word: str, known: Mapping[str, str], depth: int = 0) -> str:
@@ -146,6 +160,8 @@ def expanded(word: str, known: Mapping[str, str], depth: int = 0) -> str:
         name = found["plain"] or found["name"]
         if name in known:
             value = expanded(known[name], {key: value for key, value in known.items() if key != name}, depth + 1)
+            if not value and found["colon"]:  # with a colon, what is set to nothing is as if it were not set
+                return expanded(found["default"].strip("\"'"), known, depth + 1)
             return value.replace(f"{UNKNOWN}{COMMAND}{UNKNOWN}", f"{UNKNOWN}{name}{UNKNOWN}")
         if found["default"] is not None:
             return expanded(found["default"].strip("\"'"), known, depth + 1)
@@ -174,7 +190,7 @@ def without_unknown(text: str) -> str:
 
 _EXPANSION = re.compile(
     r"\$\(\((?P<sum>.*?)\)\)(?!\))|\$\((?P<command>[^()]*(?:\([^()]*\)[^()]*)*)\)"
-    r"|\$\{(?P<name>\w+|[@*#])(?:\[[@*]\])?(?::?[-=](?P<default>(?:[^{}]|\{[^{}]*\})*))?[^{}]*\}|\$(?P<plain>\w+|[@*#])",
+    r"|\$\{(?P<name>\w+|[@*#])(?:\[[@*]\])?(?:(?P<colon>:)?[-=](?P<default>(?:[^{}]|\{[^{}]*\})*))?[^{}]*\}|\$(?P<plain>\w+|[@*#])",
     re.DOTALL,
 )
 

@@ -130,7 +130,13 @@ def trl_preferences(draft: Draft) -> None:
     """The keys that the losses of several stages share, by the stage."""
     beta = draft.number("beta") if draft.has("beta") else None
     if draft.stage == "rl" and not has_critic(draft):
-        draft.set("algorithm.kl_coefficient", beta or 0.0, ["beta"])
+        weight = draft.number("beta", default=0.0)
+        draft.set("algorithm.kl_coefficient", weight, ["beta"])
+        if weight and task_of_program(draft) == "rloo":
+            draft.set("algorithm.kl_in", "reward")
+            draft.set("algorithm.kl_estimator", "k1")
+            draft.lack(["beta"], "kl_before_baseline")
+            draft.notes.append("algorithm.kl_in: theirs lowers rewards before the baseline, ours advantages after it")
     elif draft.stage == "kto":
         draft.set("kto.beta", 0.1 if beta is None else beta, ["beta"])
         for name in ("desirable", "undesirable"):

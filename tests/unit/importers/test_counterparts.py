@@ -204,6 +204,39 @@ def test_numbers_of_an_array_are_values_and_no_programs(tmp_path: Path) -> None:
     assert draft.result["trainer.output_dir"] == "exp/m" and refused(draft) == set()
 
 
+BRANCHES = """
+BATCH=${BATCH:-}
+TP=${TP:-}
+case "$(uname)" in
+    a) batch=${BATCH:-512}; tp=${TP:-2} ;;
+    *) batch=${BATCH:-256}; tp=${TP:-2} ;;
+esac
+[ "$tp" -gt 1 ] && stages=4 || stages=5
+python3 -m verl.trainer.main_ppo data.train_batch_size=$batch actor_rollout_ref.rollout.n=$stages \
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=$tp actor_rollout_ref.actor.ppo_mini_batch_size=64
+"""
+
+
+def test_what_branches_of_a_script_set_is_told_and_what_is_set_to_nothing_has_its_default(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(BRANCHES)
+    draft = convert("verl", read_given([str(script)], {}), 8)
+    assert (draft.result["data.train_batch_size"], draft.result["parallel.tensor"]) == (256, 2)
+    told = [note.partition(":")[0] for note in draft.notes if "--set" in note]
+    assert told == ["batch", "stages"]
+    chosen = convert("verl", read_given([str(script)], {"batch": "512"}), 8)
+    assert chosen.result["data.train_batch_size"] == 512
+    assert [note.partition(":")[0] for note in chosen.notes if "--set" in note] == ["stages"]
+
+
+@pytest.mark.parametrize(("given", "weight"), [({}, 0.05), ({"beta": 0.1}, 0.1), ({"beta": 0.0}, 0.0)])
+def test_rloo_of_trl_lowers_rewards_by_a_kl_of_its_own_default(given: dict[str, Any], weight: float) -> None:
+    draft = convert("trl", Given(dict(given), ["trl", "rloo"]), 8)
+    assert draft.result["algorithm.kl_coefficient"] == weight
+    assert draft.result.get("algorithm.kl_in", "loss") == ("reward" if weight else "loss")
+    assert refused(draft) == ({"beta"} if given.get("beta") else set())
+
+
 def test_a_variable_that_a_command_sets_is_asked_for_by_its_name(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("HERE=$(pwd)/work\npython3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=$HERE/m")

@@ -12,8 +12,24 @@ import pytest
 from benchmarks.importing.published import is_another, read
 from benchmarks.importing.starts import measure, processes, start
 from mega_rl.config.reading.tables import NEIGHBOURS
+from mega_rl.importers.draft.draft import Draft
 
-FILES = sorted(path for path in (Path(__file__).parent / "whole").iterdir() if path.suffix != ".pyc")
+FILES = sorted((Path(__file__).parent / "whole").iterdir())
+PROGRAM = """
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+adapter = LoraConfig(r=16, target_modules=modules)
+arguments = GRPOConfig(
+    output_dir=str(folder),
+    num_generations=8,
+    per_device_train_batch_size=8,
+    gradient_accumulation_steps=4,
+    max_completion_length=args.max_completion_length,
+    chat_template_kwargs={"enable_thinking": False},
+)
+trainer = GRPOTrainer(model=args.model, reward_funcs=[reward_func], train_dataset=dataset, args=arguments)
+"""
 
 
 def neighbour_of(path: Path) -> str:
@@ -22,11 +38,20 @@ def neighbour_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])
 def test_a_whole_file_starts(path: Path, tmp_path: Path) -> None:
-    draft = read(neighbour_of(path), path, 8)
+    check(read(neighbour_of(path), path, 8), tmp_path)
+
+
+def test_a_program_starts_with_what_it_says(tmp_path: Path) -> None:
+    program = tmp_path / "grpo.py"
+    program.write_text(PROGRAM)
+    check(read("trl", program, 8), tmp_path)
+
+
+def check(draft: Draft | str, folder: Path) -> None:
     assert not isinstance(draft, str), draft
     assert not is_another(draft)
     assert "unknown" not in {outcome.became for outcome in draft.outcomes.values()}
-    assert start(draft, tmp_path, 8)[0] is None
+    assert start(draft, folder, 8)[0] is None
 
 
 def test_the_processes_of_a_layout_hold_its_experts() -> None:
