@@ -65,9 +65,11 @@ def note_sharding(draft: Draft, keys: Iterable[str]) -> None:
     named = [key for key in keys if draft.has(key) and _SHARDS.search(f"{key}={draft.get(key)}")]
     sizes = [draft.result.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline")]
     if named and math.prod(sizes) == 1:
+        draft.divided_by = named[0]
         draft.notes.append(
             f"parallel.tensor, parallel.pipeline: {named[0]} divides weights over all ranks there, here these two do, "
-            "and they are 1: tools/plan.py --device-memory says which sizes the model needs"
+            f"and they are 1: import it with --device-memory 64GiB, or see what fits with tools/plan.py --config FILE "
+            f"--devices {draft.num_devices or 'N'} --device-memory 64GiB"
         )
 
 

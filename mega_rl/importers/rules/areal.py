@@ -7,7 +7,7 @@ from typing import Any
 
 from mega_rl.errors import InputError, shown
 from mega_rl.importers.draft.draft import Draft, Rule, Stage
-from mega_rl.importers.draft.units import guess_reward, set_vision, set_warmup
+from mega_rl.importers.draft.units import guess_reward, note_sharding, set_vision, set_warmup
 from mega_rl.importers.rules.learned import (
     AdapterKeys,
     CriticKeys,
@@ -106,9 +106,7 @@ def layout(draft: Draft) -> None:
     for key in ("actor.backend", "allocation_mode"):
         draft.note(key, "mapped", f"{num} trainer processes")
     if name not in ("", "megatron"):
-        draft.notes.append(
-            f"parallel: their {name} divides weights over all ranks; see with tools/plan.py what fits here"
-        )
+        note_sharding(draft, ("actor.backend", "allocation_mode"))
     nodes = draft.count("cluster.n_nodes", default=1) if draft.has("cluster.n_nodes") else 1
     for key in ("cluster.n_nodes", "cluster.n_gpus_per_node"):
         draft.note(key, "mapped", f"torchrun --nnodes {nodes} --nproc-per-node {max(1, num // (nodes or 1))}")

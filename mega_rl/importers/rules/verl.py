@@ -11,6 +11,7 @@ from mega_rl.importers.draft.units import (
     as_list,
     exact,
     guess_reward,
+    note_sharding,
     set_timeout,
     set_tokens,
     set_vision,
@@ -199,6 +200,8 @@ def layout(draft: Draft) -> None:
         draft.set("parallel.sequence", draft.get(sequence, default=True), [sequence])
     else:
         draft.note(sequence, "same", "there is one tensor-parallel rank")
+    fsdp = (f"{ACTOR}strategy", f"{ACTOR}fsdp_config.", "model.strategy", "model.fsdp_config.")
+    note_sharding(draft, [key for key in draft.given.values if key.startswith(fsdp)])
 
 
 def memory(draft: Draft) -> None:
