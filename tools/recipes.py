@@ -86,8 +86,8 @@ A folder is a task. Its `base.yaml` comes first, then the file of the model, the
 [machines/ascend.yaml](machines/ascend.yaml) (stages that learn from files) and
 [machines/ascend_sampling.yaml](machines/ascend_sampling.yaml) (stages that sample). A file says only what is special
 about it, with the source of its values, and holds one part of what a run must have: without its base it is refused.
-`lora_` is with adapters, `pinned_` with engines that sample while the trainer trains (its head says how their Ray is
-started).
+`lora_` is with adapters, `published_` repeats another project's values one by one, `pinned_` is with engines that
+sample while the trainer trains (its head says how their Ray is started).
 
 Find the task, the model and the machine. The command is in the last column, to be started on every node, with its
 `RANK` and the `ADDRESS` of the first one where there are several. GiB are those of `tools/plan.py`: the fullest device,
@@ -102,7 +102,8 @@ written by `make reference` from the heads of the files.""",
 [machines/ascend.yaml](machines/ascend.yaml)（从文件学习的阶段）或
 [machines/ascend_sampling.yaml](machines/ascend_sampling.yaml)（要采样的阶段）。
 每个文件只写自己的特别之处及其取值来源，并且只含一次运行必需内容的一部分：缺了基础文件会被拒绝。
-`lora_` 表示使用适配器，`pinned_` 表示训练的同时由引擎采样（如何为引擎启动 Ray 见其开头注释）。
+`lora_` 表示使用适配器，`published_` 逐项重复其他项目发布的取值，
+`pinned_` 表示训练的同时由引擎采样（如何为引擎启动 Ray 见其开头注释）。
 
 依次找到任务、模型和机器；命令在最后一列，在每个节点上启动，
 有多个节点时填入各自的 `RANK` 和首节点的 `ADDRESS`。

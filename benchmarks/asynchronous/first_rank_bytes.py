@@ -2,9 +2,10 @@
 
     python -m benchmarks.asynchronous.first_rank_bytes [--prompt P] [--response R] [--responses N] [--json F]
 
-Every response comes to rank 0 from its engine, whole; in mode in_flight its pieces come before it. Rank 0 hands
-what its rewards need to a node, and its tokens to one data-parallel rank. The mixture has 48 layers of experts, of
-which 8 are chosen, and its routing is replayed. Nothing is sent: what would be is counted.
+With a trainer of one node every response comes to rank 0 from its engine, whole, and rank 0 hands what its rewards
+need to a worker, and its tokens to one data-parallel rank. With several nodes its engine hands it to a rank of one of
+them, and rank 0 is told of it. In mode in_flight its pieces come to rank 0 before. The mixture has 48 layers of
+experts, of which 8 are chosen, and its routing is replayed. Nothing is sent: what would be is counted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import publish, table
+from mega_rl.rewards.pool.node import Asked, submission
 from mega_rl.rewards.pool.pool import pack
+from mega_rl.rollout.collect.handed_trajectories import handed
 from mega_rl.rollout.partial import piece_of
 from mega_rl.types import Prompt, Trajectory
 
@@ -38,17 +41,20 @@ def response(num_prompt: int, num_tokens: int, is_mixture: bool) -> Trajectory:
 
 
 def bytes_of(trajectory: Trajectory) -> dict[str, int]:
-    """By what they are sent for."""
+    """By what they are sent for, where the trainer has one node and where it has several."""
     summary, prompt = trajectory.summary(), trajectory.prompt
     ids, logprobs = trajectory.sampled_ids.tolist(), trajectory.sampled_logprobs.tolist()
     piece = piece_of(0, ids, logprobs, trajectory.spans)
     sample = prompt.data_source, trajectory.text, prompt.ground_truth, {"prompt": prompt.text}, len(ids)
+    whole, told = (len(pickle.dumps(one, protocol=5)) for one in (trajectory, handed(trajectory, 1, 10**6)))
     return {
-        "whole, from its engine": len(pickle.dumps(trajectory, protocol=5)),
-        "its pieces before, in_flight": len(piece.token_ids) + len(piece.logprobs),
-        "to the node that scores it": len(pack(sample)),
-        "to the rank that learns from it": summary.num_token_bytes + summary.num_routing_bytes,
-        "what the scheduler needs of it": len(pickle.dumps(summary, protocol=5)),
+        "one node: whole, from its engine": whole,
+        "one node: to a worker that scores it": len(pack(sample)),
+        "one node: to the rank that learns from it": summary.num_token_bytes + summary.num_routing_bytes,
+        "several: what rank 0 is told of it": told,
+        "several: to the node that scores it": len(submission(10**6, (), Asked(10**6))),
+        "several: past rank 0, from its engine": whole,
+        "both, in_flight: its pieces before": len(piece.token_ids) + len(piece.logprobs),
     }
 
 

@@ -24,6 +24,7 @@ class Question(NamedTuple):
 
     prompt_ids: tuple[int, ...]
     temperature: float
+    with_adapter: bool = True
 
 
 Answer = Mapping[int, float]  # log-probabilities of the first token after the prompt, nats, by token
@@ -37,6 +38,7 @@ class Held:
     sigma: float = 0.0  # standard deviation of the noise on them
     largest_b: float | None = None  # largest element of the adapters' B; None: there are no adapters
     unchanged: float = 0.0  # share of the elements of adapted weights that are as without the adapter
+    is_beside: bool = False  # whether the adapters lie beside the weights, so that an engine can answer without them
 
 
 class CheckPlan:
@@ -55,6 +57,12 @@ class CheckPlan:
         prompt = probe_prompt(vocab_size)
         self.probes = Question(prompt, 1.0), Question(prompt, PROBE_TEMPERATURE)
         self.samples = [Question(tuple((t + 7 * i) % vocab_size for t in prompt), 1.0) for i in range(NUM_PROMPTS)]
+        self.without = [question._replace(with_adapter=False) for question in self.samples]
+
+    @property
+    def every(self) -> list[Question]:
+        """All that an engine may be asked."""
+        return list(dict.fromkeys([*self.probes, *self.samples, *self.without]))
 
     def tell_once(self, what: str, sentence: str) -> None:
         """Say a sentence, if none was said of ``what`` before."""
@@ -72,14 +80,16 @@ class EngineChecks:
 
     def __init__(self, engine: int, plan: CheckPlan) -> None:
         self._engine, self._plan = engine, plan
-        self._is_probed = self._is_shown = False
+        self._is_probed = self._is_shown = self._is_applied = False
         self._before: tuple[Held, list[Answer]] | None = None
-        self._num_unmoved = 0
+        self._num_unmoved = self._num_left_out = 0
 
     def questions(self, held: Held) -> list[Question]:
         """What must be asked when it has got weights, before it samples with them; the answers go to ``hear``."""
         asked = [] if self._is_probed else list(self._plan.probes)
-        return asked + (self._plan.samples if self._is_sampled_after(held) else [])
+        if (is_compared := self._is_compared_with(held)) or self._is_sampled_after(held):
+            asked += self._plan.samples
+        return asked + (self._plan.without if is_compared else [])
 
     def hear(self, held: Held, answers: Mapping[Question, Answer]) -> None:
         """
@@ -88,11 +98,15 @@ class EngineChecks:
 
         Raises:
             InputError: it returns log-probabilities of another distribution than it samples from.
-            GateFailure: adapters changed, and its answers did not.
+            GateFailure: its answers are as without adapters that add something, or adapters changed and they did not.
         """
-        is_sampled = self._is_sampled_after(held)
+        is_sampled, is_compared = self._is_sampled_after(held), self._is_compared_with(held)
         if not self._is_probed:
             self._probe(*(answers[question] for question in self._plan.probes))
+        if is_compared:
+            pairs = zip(self._plan.samples, self._plan.without, strict=True)
+            self._is_applied = any(answers[question] != answers[without] for question, without in pairs)
+            self._count_left_out(held)
         if is_sampled:
             self._compare(held, [answers[question] for question in self._plan.samples])
 
@@ -120,6 +134,18 @@ class EngineChecks:
         if self._is_shown or held.largest_b is None or held.sigma or held.version < 0:
             return False
         return self._before is None or not (self._before[0].largest_b == held.largest_b or held.unchanged == 1.0)
+
+    def _is_compared_with(self, held: Held) -> bool:
+        """Whether its answers with these adapters must differ from those without: from the first load of a life on."""
+        return held.is_beside and not self._is_applied and bool(held.largest_b) and held.version >= 0
+
+    def _count_left_out(self, held: Held) -> None:
+        self._num_left_out += not self._is_applied
+        if self._num_left_out >= self._plan.patience:
+            raise GateFailure(
+                f"rollout engine {self._engine} answers with weight version {held.version} bit for bit as without its "
+                "adapter, though that adds something, so it leaves it out: run again with rollout.adapter=merged"
+            )
 
     def _compare(self, held: Held, answers: list[Answer]) -> None:
         if self._before is None:

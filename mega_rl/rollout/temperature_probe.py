@@ -22,11 +22,17 @@ FLAT = 1e-3  # nats: log-probabilities that differ by less than this say nothing
 class Probed(Protocol):
     """What a probe asks of an engine, or of several that are asked as one."""
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
         """For every engine: the log-probabilities of the first token after a prompt, nats, by token.
 
         Of the ``NUM_LOGPROBS`` most probable tokens, or as many as there are, and of the one that was sampled. It
         leaves no trace: later responses are what they would have been without it.
+
+        Args:
+            with_adapter: with the adapter in the engine's slots, as everything else is sampled; False, where the engine
+                has slots: as if it had none.
         """
 
 

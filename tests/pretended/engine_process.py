@@ -36,8 +36,15 @@ PAUSE = ".pause"  # of a file beside the log: as long as it is there, engines ma
 def digest(parameters: Mapping[str, torch.Tensor]) -> int:
     found = 0
     for tensor in parameters.values():
-        found = zlib.crc32(tensor.numpy().tobytes(), found)
+        found = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), found)
     return found
+
+
+def empty_parameters(form: StoreForm) -> dict[str, torch.Tensor]:
+    """Of an engine of one worker, for weights of this form."""
+    plan = form.plan(0)
+    places, names = plan.fixed.places | plan.slot.places, plan.fixed.names | plan.slot.names
+    return {name: torch.zeros(place.size, dtype=form.dtype) for name, place in places.items() if name in names}
 
 
 _STAMPS = count(2, 2)
@@ -96,8 +103,10 @@ class PretendedEngine:
         write(self.live)
         self._version, self._digest = version, digest(self.live)
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return [first_logprobs(self._digest, prompt_ids, temperature)]
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        return [first_logprobs(self._digest if with_adapter else None, prompt_ids, temperature)]
 
     def abandon(self) -> None:
         self._under_way.clear()
@@ -133,10 +142,7 @@ class PretendedProcess(EngineProcess):
     def attach(self, form: StoreForm, owners: Sequence[OwnerAddress] = ()) -> None:
         super().attach(form, owners)
         if not self.engine.live:  # type: ignore[attr-defined]
-            plan = form.plan(0)
-            places, names = plan.fixed.places | plan.slot.places, plan.fixed.names | plan.slot.names
-            live = {name: torch.zeros(places[name].size, dtype=form.dtype) for name in sorted(names)}
-            self.engine.live = live  # type: ignore[attr-defined]
+            self.engine.live = empty_parameters(form)  # type: ignore[attr-defined]
 
 
 class PretendedKeptProcess(PretendedProcess, KeptEngine):

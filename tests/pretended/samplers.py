@@ -47,8 +47,10 @@ class Modelless:
     def answer(self, request: Request) -> Trajectory:
         return answered(request, [1], [0.0], "", self.weight_version)
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return [first_logprobs(self.weight_version, prompt_ids, temperature)]
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        return [first_logprobs(self.weight_version if with_adapter else None, prompt_ids, temperature)]
 
     def abandon(self) -> None:
         self._under_way = []

@@ -21,13 +21,13 @@ from mega_rl.rollout.remote.fleet import leases, partial_responses, ray_executor
 from mega_rl.rollout.remote.fleet.calls import Life
 from mega_rl.rollout.remote.fleet.ray_executor import RayExecutor, Work
 from mega_rl.rollout.remote.load_checks import LoadChecks
-from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion
+from mega_rl.rollout.remote.weight_store import Location, Store, StoredVersion, take
 from mega_rl.stages.sampling import fleet_batches, sampling
 from mega_rl.stages.sampling.batch_builder import Batch
 from mega_rl.stages.sampling.fleet_batches import FleetBatches
 from tests.launching.launch import Running
 from tests.launching.training import STRUCK_LOG
-from tests.pretended.engine_process import PretendedKeptProcess, PretendedProcess, digest
+from tests.pretended.engine_process import PretendedKeptProcess, PretendedProcess, digest, empty_parameters
 from tests.pretended.fleet_engines import PretendedExecutor
 
 LOG = STRUCK_LOG
@@ -144,7 +144,14 @@ def calm_executor(
     *_: object,
 ) -> PretendedExecutor:
     """Engines of this process that have the tokens of ``PretendedProcess``, in the place of a ``RayExecutor``."""
-    return PretendedExecutor(work.requests, cache(lambda version: digest(store.parameters(0, version))), is_pinned=True)
+
+    @cache
+    def taken(version: int) -> int:
+        live = empty_parameters(store.form)
+        take(store, 0, store.form.slot(version), stored[version].of(0), live)
+        return digest(live)
+
+    return PretendedExecutor(work.requests, taken, is_pinned=True)
 
 
 def hold(steps: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ COMMAND = "(...)"  # in the place of such a name: what a command prints
 _ENDS = ";|&\n"
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _BEFORE = ("export", "local", "declare", "readonly", "then", "else", "do", "{")  # may stand before an assignment
+_ARRAY = re.compile(r"^([A-Za-z_]\w*)\+?=\((.*)$", re.DOTALL)
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -139,6 +140,21 @@ def set_several_times(lines: list[list[str]]) -> dict[str, list[str]]:
                 found[name].append(value)
     read = {name for line in lines for word in line for name in re.findall(r"\$\{?(\w+)", word)}
     return {name: values for name, values in found.items() if len(values) > 1 and name in read}
+
+
+def arrays(lines: list[list[str]]) -> dict[str, list[str]]:
+    """Name -> raw words of every ``NAME=(...)``."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in (word for line in lines for word in line):
+        assignment = _ARRAY.match(word)
+        if assignment is not None:
+            name, word = assignment[1], assignment[2]
+            found[name] = []
+        if name:
+            found[name] += [word.rstrip(")")] if word.rstrip(")") else []
+            name = "" if word.endswith(")") else name
+    return found
 
 
 def expanded(word: str, known: Mapping[str, str], depth: int = 0) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import get_args
 
 from mega_rl.config.schema.sampling import NormRole
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import (
     as_list,
     exact,
-    guess_reward,
     note_sharding,
     set_timeout,
     set_tokens,
@@ -19,7 +18,17 @@ from mega_rl.importers.draft.units import (
 )
 from mega_rl.importers.rules.learned import set_stage
 from mega_rl.importers.rules.verl_learned import adapter, critic, reward_model, router
-from mega_rl.importers.rules.verl_running import ACTOR, MEGATRON, ROLLOUT, asynchronous, keys_of, logging, running
+from mega_rl.importers.rules.verl_running import (
+    ACTOR,
+    MEGATRON,
+    ROLLOUT,
+    asynchronous,
+    keys_of,
+    logging,
+    rewards,
+    rows,
+    running,
+)
 
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 ADVANTAGES = {
@@ -288,7 +297,8 @@ def dynamic_sampling(draft: Draft) -> None:
         draft.note(f"{prefix}max_num_gen_batches", "same", "no limit; ours is algorithm.dynamic_sampling.budget")
     metric = draft.word(f"{prefix}metric")
     if metric in ("acc", "score"):
-        first = draft.rewards[0]["name"].rpartition(":")[2] if draft.rewards else None
+        is_one = bool(draft.rewards) and not any("only" in reward for reward in draft.rewards)
+        first = draft.rewards[0]["name"].rpartition(":")[2] if is_one else None
         draft.set("algorithm.dynamic_sampling.metric", first, [f"{prefix}metric"])
     else:
         draft.note(f"{prefix}metric", "same", "the weighted sum of all rewards")
@@ -317,40 +327,6 @@ def correction(draft: Draft) -> None:
             draft.note(key, "mapped", "algorithm.importance_cap = 2.0")
     elif draft.stage == "rl":
         draft.set("algorithm.importance_cap", None, [kind, threshold, old])
-
-
-def rewards(draft: Draft) -> None:
-    keys = [key for key in draft.given.values if (entry := draft.table.find(key)) and entry.reason == "reward"]
-    if draft.stage != "rl":
-        return
-    values: dict[str, Any] = {key.removeprefix("reward."): draft.get(key) for key in keys}
-    custom = "custom_reward_function."
-    path, name = values.get(f"{custom}path"), values.get(f"{custom}name") or "compute_score"
-    options = {
-        key.rpartition(".")[2]: value for key, value in values.items() if ".reward_kwargs." in key and custom in key
-    }
-    if path:
-        draft.rewards.append({"name": f"{path}:{name}"} | ({"options": options} if options else {}))
-    elif not draft.rewards:
-        data = (
-            *as_list(draft.get("data.train_files")),
-            "dapo" if draft.get("reward_model.reward_manager") == "dapo" else "",
-        )
-        if guessed := guess_reward(draft, data):
-            draft.rewards.append({"name": guessed})
-    buffer = {key.rpartition(".")[2]: value for key, value in values.items() if "overlong_buffer" in key}
-    if buffer.get("enable"):
-        longest = values.get("reward_model.reward_kwargs.max_resp_len") or draft.count("data.max_response_length")
-        found = {
-            "max_length": longest,
-            "buffer": buffer.get("len"),
-            "factor": float(buffer.get("penalty_factor") or 1.0),
-        }
-        draft.rewards.append({"name": "overlong", "options": found})
-    text = f"rewards: {', '.join(entry['name'] for entry in draft.rewards)}" if draft.rewards else "rewards: none found"
-    for key in keys:
-        is_used = draft.rewards and (buffer.get("enable") or "overlong" not in key)
-        draft.note(key, "mapped" if is_used else "same", text if is_used else "off, as here")
 
 
 def rest(draft: Draft) -> None:
@@ -392,6 +368,7 @@ RULES: dict[str, Rule] = {
     "learning_rate": learning_rate,
     "reward_model": reward_model,
     "rewards": rewards,
+    "rows": rows,
     "dynamic_sampling": dynamic_sampling,
     "correction": correction,
     "logging": logging,

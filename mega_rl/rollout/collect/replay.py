@@ -143,7 +143,9 @@ class ReplayEngine:
         self.submit(requests)
         return self.step()
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
         """Nobody may ask: there is no engine."""
         raise AssertionError("recorded responses have no engine that could be asked")
 

@@ -106,8 +106,10 @@ class EpisodeSampler:
     def check(self, requests: Sequence[Request]) -> None:
         self._engine.check(requests)
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return self._engine.first_logprobs(prompt_ids, temperature)
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        return self._engine.first_logprobs(prompt_ids, temperature, with_adapter)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self.enter(requests)

@@ -331,8 +331,10 @@ class EngineProcess:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._workers)
         return LoadResult(int(found))
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return self.engine.first_logprobs(prompt_ids, temperature)
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        return self.engine.first_logprobs(prompt_ids, temperature, with_adapter)
 
 
 def episodes_on(engine: ProbedSampler, plan: EpisodePlan, tensor_rank: int, engine_size: int) -> EpisodeSampler:

@@ -160,12 +160,14 @@ class RemoteEngines:
         requests = [stopped.get(key, self._under_way.pop(key)) for key in rest]
         return ended, requests
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
         """As of ``Probed``, on rank 0; nothing on the others."""
         found: list[dict[int, float]] = []
         with together("probing the rollout engines"):
             if self._fleet is not None:
-                calls = [(prompt_ids, temperature)] * self.num_workers
+                calls = [(prompt_ids, temperature, with_adapter)] * self.num_workers
                 answers = self._fleet.call("first_logprobs", calls, "answering a probe")
                 found = [of_engine for answer in answers[:: self.engine_size] for of_engine in answer]
         return found

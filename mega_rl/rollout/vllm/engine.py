@@ -216,7 +216,9 @@ class VLLMEngine:
         routed = answer.routed_experts  # of all layers, those without experts too
         return None if routed is None else routed[:, sorted(self._mixture.layers)].astype(dtype)
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
         """As ``temperature_probe.Probed``, of this one engine; its ranks make the same calls.
 
         Responses that are under way go on meanwhile; those that end are returned by the next step.
@@ -228,7 +230,8 @@ class VLLMEngine:
         answer: Any = None
         with preserved_generators(self._device_type):
             params = _probe_params(temperature, num_logprobs)
-            self._llm.llm_engine.add_request(PROBE, prompt, params, lora_request=self._adapter)
+            adapter = self._adapter if with_adapter else None
+            self._llm.llm_engine.add_request(PROBE, prompt, params, lora_request=adapter)
             while answer is None:
                 for output in self._llm.llm_engine.step():
                     if output.finished and external_name(output.request_id) == PROBE:

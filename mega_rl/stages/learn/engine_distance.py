@@ -22,8 +22,9 @@ from mega_rl.microbatch import Microbatch
 from mega_rl.types import Sample, TrajectorySummary
 
 HISTORY = 16  # steps that the distance of the next one is measured by
-STALE_FLOOR = 0.1  # nats per token that tokens of older weights may be away in any case: learning is slow at first
-FIRST_SIGHT = 1.0  # the same where no step before had tokens of older weights: nothing says how fast the run learns
+# Nats per token that tokens of older weights may be away in any case, since learning is slow at first, and where no
+# step before had any: about twice what runs need that are well (benchmarks.asynchronous.gate_floors).
+STALE_FLOOR, FIRST_SIGHT = 0.1, 1.0
 SPREAD = 4.0  # the mean of N tokens may be 1 + SPREAD / sqrt(N) times as far as that of many
 BY_STALENESS = "rollout/logprob_diff_of_staleness/"  # metrics, each with a number of steps
 

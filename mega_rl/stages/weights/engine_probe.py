@@ -25,7 +25,9 @@ def check_plan(config: RunConfig, vocab_size: int, say: Callable[[str], None]) -
 
 def held_of(pushed: Pushed) -> Held:
     metrics = pushed.metrics
-    return Held(pushed.version, pushed.sigma, metrics.get(LARGEST_B), metrics.get(UNCHANGED, 0.0))
+    # Where adapters are merged, a share of the weights is known to be unchanged as soon as they add something.
+    is_beside = bool(metrics.get(LARGEST_B)) and UNCHANGED not in metrics
+    return Held(pushed.version, pushed.sigma, metrics.get(LARGEST_B), metrics.get(UNCHANGED, 0.0), is_beside)
 
 
 class Probe(Protocol):
@@ -48,7 +50,7 @@ class EngineProbe:
 
     def check(self, pushed: Pushed) -> None:
         """As of ``Probe``."""
-        held, every = held_of(pushed), list(dict.fromkeys([*self._plan.probes, *self._plan.samples]))
+        held, every = held_of(pushed), self._plan.every
         known = self._checks or [EngineChecks(0, self._plan)]
         asked = {question for checks in known for question in checks.questions(held)}
         numbers = told_numbers([number for number, question in enumerate(every) if question in asked])

@@ -9,8 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launching.launch import ENGINE, REPO
-from tests.launching.training import TinyWorld, copies, metrics_of
+from tests.launching.launch import ENGINE, REPO, ranks
+from tests.launching.training import (
+    FLEET_SETTINGS,
+    PINNED_TWO,
+    STRUCK_FLEET,
+    STRUCK_LOG,
+    TinyWorld,
+    copies,
+    metrics_of,
+    sampled,
+)
 
 pytestmark = pytest.mark.slow
 LORA = (
@@ -69,6 +78,32 @@ def test_later_syncs_bring_only_what_changes(runs: Path, tiny_world: TinyWorld, 
     else:  # two engines
         sent = 2 * [*(weights[name] for name in adapted), *norms]
     assert later == [4.0 * sum(t.numel() for t in sent)] * 2 and later[0] < first
+
+
+def test_engines_of_a_fleet_are_brought_factors(
+    tiny_world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every load is proved by the hashes of the sums that the trainer's two ranks have made; float32 brings sums."""
+    monkeypatch.setenv(STRUCK_LOG, str(tmp_path / "told.jsonl"))
+    moved = {}
+    for dtype in ("bfloat16", "float32"):
+        run = tmp_path / dtype
+        more = (*LORA, "parallel={tensor: 2, sequence: true}", f"model.dtype={dtype}", "rollout.adapter=merged")
+        settings = ("--config", tiny_world.rl, f"trainer.output_dir={run}", *FLEET_SETTINGS, *PINNED_TWO, *more)
+        ranks(STRUCK_FLEET, "calm", *settings, nproc=2).check()
+        brings = (
+            "their factors, which engines merge" if dtype == "bfloat16" else "the weights that they are merged into"
+        )
+        assert f"rollout.adapter: of merged adapters every version brings {brings}" in (run / "run.log").read_text()
+        rows = metrics_of(run)
+        assert rows[1]["adapter/largest_b"] == 0.0 < rows[3]["adapter/largest_b"] and sampled(run)
+        moved[dtype] = [rows[step]["bridge/bytes_local"] + rows[step]["bridge/bytes_sent"] for step in (1, 2, 3)]
+    weights = load_file(tiny_world.model / "model.safetensors")
+    num_elements = sum(
+        4 * sum(tensor.shape) for name, tensor in weights.items() if "_proj." in name and tensor.dim() == 2
+    )
+    assert moved["bfloat16"][1:] == [2.0 * num_elements] * 2
+    assert moved["float32"][1] > 4 * moved["bfloat16"][1], moved
 
 
 def test_the_reference_of_a_run_that_goes_on_is_where_it_began(runs: Path) -> None:

@@ -186,8 +186,10 @@ class Worker:
         self.todo = {ticket: entry for ticket, entry in self.todo.items() if ticket not in ended}
         return [] if self.rank else [(*ticket, self.answer(request)) for ticket, request in ended.items()]
 
-    def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return [first_logprobs(self.version, prompt_ids, temperature)]
+    def do_first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        return [first_logprobs(self.version if with_adapter else None, prompt_ids, temperature)]
 
     def do_rest(self) -> int:
         self.todo.clear()

@@ -232,6 +232,124 @@ def test_a_machine_by_itself_is_one_sentence(file: str) -> None:
         load_config(CONFIGS / file)
 
 
+@pytest.mark.parametrize("file", index.shipped())
+def test_every_head_names_the_source_of_its_values(file: str) -> None:
+    """A published recipe, a paper, a page, another recipe of ours (which has to exist), or that there is none."""
+    (source,) = re.findall(r"^# Source: ((?:.+\n)(?:# \S.+\n)*)", head(file), re.MULTILINE)
+    assert re.search(r"verl|MindSpeed|LLaMA-Factory|arXiv \d{4}\.\d{5}|docs/|\w\.yaml|own values", source)
+    ours = [name for name in re.findall(r"(\S*)\b([\w.]+/[\w.]+\.yaml)", source) if not name[0]]
+    assert all((CONFIGS / name).is_file() for _, name in ours), ours
+
+
+VERL = {  # what every recipe that repeats one of verl's has of its defaults
+    "algorithm.objective": "ppo",
+    "algorithm.loss_reduction": "token_mean",
+    "algorithm.clip_ratio_low": 0.2,
+    "algorithm.clip_ratio_high": 0.2,
+    "algorithm.dual_clip": 3.0,
+    "algorithm.importance_cap": None,
+    "algorithm.kl_estimator": "k3",
+    "algorithm.kl_in": "loss",
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0.01,
+    "optimizer.clip_grad": 1.0,
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.999,
+    "rollout.n": 5,
+    "rollout.temperature": 1.0,
+    "validation.n": 0,
+}
+GEO3K = VERL | {
+    "data.train_batch_size": 512,
+    "data.max_prompt_length": 1024,
+    "data.max_response_length": 2048,
+    "algorithm.kl_coefficient": 0.01,
+    "algorithm.entropy_coefficient": 0.0,
+    "algorithm.minibatches_per_step": 16,
+    "model.vision.freeze": False,
+    "model.vision.freeze_merger": False,
+    "optimizer.lr": 1e-6,
+    "trainer.total_epochs": 15,
+}
+# Recipe -> what is published, in our keys and units (a mini-batch of 32 of 1024 prompts: 32 of a step).
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "grpo_gsm8k/qwen2.5_0.5b_8x910b": VERL
+    | {
+        "data.train_batch_size": 128,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 128,
+        "algorithm.minibatches_per_step": 2,
+        "algorithm.entropy_coefficient": 0.001,
+        "algorithm.kl_coefficient": 0.001,
+        "optimizer.lr": 5e-7,
+        "rollout.tensor_parallel_size": 2,
+        "rollout.vllm.gpu_memory_utilization": 0.6,
+        "trainer.total_epochs": 1,
+        "checkpoint.save_freq": None,
+        "validation.test_freq": 5,
+    },
+    "grpo_gsm8k/published_qwen2.5_7b": VERL
+    | {
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 1024,
+        "data.max_response_length": 1024,
+        "algorithm.minibatches_per_step": 32,
+        "algorithm.entropy_coefficient": 0.0,
+        "algorithm.kl_coefficient": 0.001,
+        "optimizer.lr": 5e-8,
+        "rollout.tensor_parallel_size": 4,
+        "rollout.vllm.gpu_memory_utilization": 0.3,
+        "trainer.max_tokens_per_microbatch": 2 * 2048,
+        "trainer.total_epochs": 5,
+        "checkpoint.save_freq": None,
+        "validation.test_freq": 5,
+    },
+    "grpo_geo3k/qwen2.5_vl_3b": GEO3K | {"algorithm.minibatches_per_step": 32},
+    "grpo_geo3k/qwen2.5_vl_7b": GEO3K,
+    "grpo_geo3k/qwen2.5_vl_32b": GEO3K,
+    "sft/lora_qwen3_8b": {
+        "tuning.adapter.rank": 32,
+        "tuning.adapter.alpha": 16,
+        "tuning.adapter.targets": ["all-linear"],
+        "tuning.adapter.dropout": 0.0,
+        "data.train_batch_size": 256,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "optimizer.lr": 1e-4,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.beta2": 0.999,
+        "trainer.total_epochs": 2,
+    },
+    "aqn/gsm8k_tuned_qwen2.5_1.5b": {
+        "data.train_batch_size": 128,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 1024,
+        "algorithm.minibatches_per_step": 4,
+        "algorithm.kl_coefficient": 0.001,
+        "rollout.n": 4,
+        "rollout.tensor_parallel_size": 1,
+        "rollout.vllm.gpu_memory_utilization": 0.8,
+        "trainer.max_tokens_per_microbatch": 16 * (512 + 1024),
+        "trainer.total_epochs": 2,
+        "optimizer.lr": 5e-7,
+        "validation.test_freq": 20,
+        "aqn.sigma_start": 0.05,
+        "aqn.sigma_end": 0.0005,
+        "aqn.num_stages": 10,
+        "aqn.target_modules": ["post_attention_layernorm"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_that_repeats_a_published_one_has_its_values(name: str) -> None:
+    found = flat(asdict(recipe(name).load()))
+    assert {key: found[key] for key in PUBLISHED[name]} == PUBLISHED[name]
+
+
 def model_of(row: Recipe) -> str:
     """As the name of the file has it."""
     name = Path(row.file).name.removesuffix(".yaml").removesuffix(f"_{row.machine}")
@@ -362,9 +480,15 @@ def keys_of_machine(row: Recipe, other: Recipe) -> set[str]:
 # File for one machine -> the keys in which it differs besides from the file without the machine in its name.
 VARIANTS: dict[str, set[str]] = {
     "grpo_gsm8k/qwen2.5_0.5b_8x910b": {
+        "algorithm.dual_clip",
+        "algorithm.entropy_coefficient",
+        "algorithm.importance_cap",
         "algorithm.minibatches_per_step",
-        "checkpoint.async_save",
-        "validation.test_freq",
+        "checkpoint.save_freq",
+        "data.max_response_length",
+        "optimizer.beta2",
+        "rollout.vllm.gpu_memory_utilization",
+        "trainer.total_epochs",
     },
     "grpo_gsm8k/qwen2.5_1.5b_8x910c": {"data.max_response_length"},
     "aqn/gsm8k_qwen2.5_1.5b_8x910c": {"data.max_response_length", "aqn.sigma_start", "aqn.sigma_end"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,10 @@ Answers = Callable[[Question], Mapping[int, float]]
 
 
 def of(weights: object) -> Answers:
-    return lambda question: first_logprobs(weights, *question)
+    """Those of an engine that has an adapter beside its weights, or none."""
+    return lambda question: first_logprobs(
+        weights if question.with_adapter else "base", question.prompt_ids, question.temperature
+    )
 
 
 def raw(question: Question) -> Mapping[int, float]:
@@ -49,7 +53,7 @@ def test_what_changes_nothing_is_told_once_of_all_engines() -> None:
     assert len(said) == 2 and said[0].startswith("warning: rollout engine 0 ") and "cannot be probed" in said[1]
 
 
-def adapters(version: int, largest_b: float | None = None, **more: float) -> Held:
+def adapters(version: int, largest_b: float | None = None, **more: Any) -> Held:
     return Held(version, largest_b=version * 1e-3 if largest_b is None else largest_b, **more)
 
 
@@ -66,6 +70,24 @@ def test_adapters_must_reach_every_life(first: int) -> None:
     load(anew, adapters(first), of("old"))
     assert load(anew, adapters(first + 3), of("new")) == NUM_PROMPTS
     assert load(anew, adapters(first + 4), of("new")) == 0, "it has shown it"
+
+
+@pytest.mark.parametrize("first", [1, 500])
+def test_an_adapter_that_is_left_out_is_seen_with_the_first_load(first: int) -> None:
+    checks = EngineChecks(2, plan())
+    held = adapters(first, is_beside=True)
+    sentence = f"rollout engine 2 answers with weight version {first} bit for bit as without its adapter, "
+    with pytest.raises(GateFailure, match=sentence):
+        load(checks, held, of("base"))
+    anew = EngineChecks(2, plan())
+    assert load(anew, adapters(0, is_beside=True), of("base")) == 2 + NUM_PROMPTS, "it adds nothing yet"
+    assert load(anew, held, of("new")) == 2 * NUM_PROMPTS
+    assert load(anew, adapters(first + 1, is_beside=True), of("newer")) == 0, "it has shown it"
+    patient = EngineChecks(0, plan(dtype="bfloat16"))
+    for version in range(first, first + PATIENCE["bfloat16"] - 1):
+        load(patient, adapters(version, is_beside=True, unchanged=1.0), of("base"))
+    with pytest.raises(GateFailure, match="as without its adapter"):
+        load(patient, adapters(9999, is_beside=True), of("base"))
 
 
 def test_noise_and_what_rounding_took_away_say_nothing_of_adapters() -> None:

@@ -41,7 +41,9 @@ class Engines:
     def __init__(self, second: Callable[[torch.Tensor, float], torch.Tensor], logits: torch.Tensor = LOGITS) -> None:
         self.second, self.logits = second, logits
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
         assert len(prompt_ids) == 4 and all(0 <= token < 50 for token in prompt_ids)
         return [top(self.logits / temperature), top(self.second(self.logits, temperature))]
 
@@ -107,7 +109,7 @@ def test_a_probe_that_nobody_answers_has_shown_nothing(one_rank: None) -> None:
 
 def test_every_engine_elsewhere_answers_once(one_rank: None) -> None:
     def call(method: str, arguments: Sequence[tuple[Any, ...]], doing: str) -> list[Any]:
-        assert method == "first_logprobs" and arguments == [((5, 6), 2.0)] * 4
+        assert method == "first_logprobs" and arguments == [((5, 6), 2.0, True)] * 4
         return [[{worker: -1.0}] for worker in range(4)]
 
     engines = RemoteEngines.__new__(RemoteEngines)

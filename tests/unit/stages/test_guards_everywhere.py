@@ -58,6 +58,7 @@ FAULTS: dict[str, tuple[type[Exception] | None, str, int]] = {
     "swaps gate and up": (InputError, SWAPPED, 0),
     "raw log-probabilities": (InputError, RAW, 0),
     "old adapters": (GateFailure, "rollout engine 1 answers with weight version .* bit for bit as with version", 0),
+    "adapters left out": (GateFailure, "rollout engine 1 answers with weight version .* bit for bit as without its", 0),
     "shifts by 0.3 nats": (GateFailure, FAR, 2),
     "late and swaps": (InputError, SWAPPED, 0),
     "late and raw": (InputError, RAW, 0),
@@ -91,12 +92,14 @@ class Faults:
         """Whether its kernel has the halves of a weight the other way round, once the weight is loaded."""
         return engine == 1 and (self.fault == "swaps gate and up" or (self.fault == "late and swaps" and is_late))
 
-    def answers(self, engine: int, is_late: bool, version: int, question: tuple[Any, float]) -> dict[int, float]:
+    def answers(self, engine: int, is_late: bool, version: int, question: tuple[Any, float, bool]) -> dict[int, float]:
         """As of ``first_logprobs``."""
-        prompt_ids, temperature = question
+        prompt_ids, temperature, with_adapter = question
         is_raw = self.fault == "raw log-probabilities" or (self.fault == "late and raw" and is_late)
         if engine == 1 and self.fault == "old adapters":
             version = self.first
+        if not with_adapter or (engine == 1 and self.fault == "adapters left out"):
+            version = 0
         return first_logprobs(version, prompt_ids, 1.0 if engine == 1 and is_raw else temperature)
 
     def token(self, engine: int, is_late: bool, version: int) -> tuple[int, float]:
@@ -109,6 +112,8 @@ class Faults:
             return (WRONG, logprob(version) + 0.5) if is_late else (RIGHT, logprob(version))
         if self.fault == "old adapters":
             return (RIGHT if version == self.first else WRONG), logprob(version)
+        if self.fault == "adapters left out":
+            return (WRONG if version else RIGHT), logprob(version)
         is_wrong = is_late or self.fault in ("raw log-probabilities", "swaps gate and up")
         return WRONG if is_wrong else RIGHT, logprob(version)
 
@@ -138,8 +143,11 @@ class FaultyWorker(Worker):
         self.version = wanted.version
         return LoadResult.WHOLE
 
-    def do_first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-        return [self.faults.answers(self.engine, self.is_late, self.version, (prompt_ids, temperature))]
+    def do_first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
+        question = prompt_ids, temperature, with_adapter
+        return [self.faults.answers(self.engine, self.is_late, self.version, question)]
 
     def do_issue(
         self, step: int, attempt: int, samples: Sequence[int], requests: Sequence[Request], *pictures: Any
@@ -187,7 +195,8 @@ class Run:
         self.gates = GateWatch(self.config, True, self.said.append, self.faults.first, self.metrics)
 
     def pushed(self, version: int) -> Pushed:
-        return Pushed(version, 0.0, {"adapter/largest_b": version * 1e-3})
+        merged = {} if self.faults.fault == "adapters left out" else {"adapter/unchanged_fraction": 0.0}
+        return Pushed(version, 0.0, {"adapter/largest_b": version * 1e-3, **merged})
 
     def learn(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """As the loop does: the gates come before the weights change."""
@@ -234,8 +243,10 @@ def synchronous(run: Run, steps: range) -> None:
     held = [steps.start]
 
     class Engines:
-        def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
-            return [faults.answers(e, True, held[0], (prompt_ids, temperature)) for e in range(2)]
+        def first_logprobs(
+            self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+        ) -> list[dict[int, float]]:
+            return [faults.answers(e, True, held[0], (prompt_ids, temperature, with_adapter)) for e in range(2)]
 
     workers = [LoadedWorker(SHAPE), LoadedWorker(SHAPE)]
     for engine, worker in enumerate(workers):
@@ -334,4 +345,4 @@ def test_a_wrong_engine_is_named_before_it_teaches(
 def test_no_cell_is_left_out() -> None:
     assert len(set(CELLS)) == len(FAULTS) * 3 * 2 and {mode for _, mode, _ in CELLS} == set(MODES)
     checked: Callable[[str], bool] = lambda fault: FAULTS[fault][0] is not None  # noqa: E731
-    assert sum(checked(fault) for fault, _, _ in CELLS) == 42
+    assert sum(checked(fault) for fault, _, _ in CELLS) == 48

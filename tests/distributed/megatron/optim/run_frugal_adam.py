@@ -6,6 +6,7 @@ Prints ``PASSED <case> <check>`` on rank 0 for every check that held on all rank
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from mega_rl import platform
@@ -26,6 +28,7 @@ from mega_rl.megatron.optim import frugal_adam
 from mega_rl.megatron.optim.optimizer import chained
 from mega_rl.megatron.optim.optimizer_state import KINDS, owned
 from mega_rl.models.shape import read_model_shape
+from mega_rl.parallel.collectives import gather_objects
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.planning.state import stage_parameters, trainer_state
 from mega_rl.platform import transfers
@@ -151,9 +154,28 @@ def checkpoints(world: World) -> None:
     world.train(straight, 3)
     assert_same(bits_of(back), bits_of(straight))
     copy = local_state.to_bytes(straight, {})
+    each_weight_is_kept_once(straight, copy)
     other = world.engine(True)
     local_state.from_bytes(other, copy)
     assert_same(bits_of(other), bits_of(straight))
+
+
+def each_weight_is_kept_once(engine: MegatronEngine, copy: bytes) -> None:
+    """Over the ranks that hold it; they share out the bytes about evenly."""
+    kept = torch.load(io.BytesIO(copy), weights_only=True)["weights"]
+    for is_dense, group in (
+        (True, parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        (False, parallel_state.get_expert_data_parallel_group()),
+    ):
+        held = {
+            f"model.0.{name}": parameter
+            for name, parameter in engine.policy.chunks[0].named_parameters()
+            if getattr(parameter, "allreduce", True) is is_dense and parameter.requires_grad
+        }
+        of_ranks = gather_objects([name for name in kept if name in held], group)
+        assert sorted(name for names in of_ranks for name in names) == sorted(held), of_ranks
+        sizes = [sum(held[name].nbytes for name in names) for names in of_ranks]
+        assert max(sizes) - min(sizes) <= max((one.nbytes for one in held.values()), default=0), sizes
 
 
 def rounded_checkpoints(world: World) -> None:

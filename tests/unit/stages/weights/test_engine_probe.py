@@ -27,19 +27,21 @@ class Engines:
     """Two; each answers with its own number."""
 
     def __init__(self) -> None:
-        self.values = [-1.0, -2.0]
+        self.values = self.without = [-1.0, -2.0]
         self.num_asked = 0
 
-    def first_logprobs(self, prompt_ids: Sequence[int], temperature: float) -> list[dict[int, float]]:
+    def first_logprobs(
+        self, prompt_ids: Sequence[int], temperature: float, with_adapter: bool = True
+    ) -> list[dict[int, float]]:
         self.num_asked += 1
-        return [{prompt_ids[0]: value / temperature, 0: 0.0} for value in self.values]
+        values = self.values if with_adapter else self.without
+        return [{prompt_ids[0]: value / temperature, 0: 0.0} for value in values]
 
 
 def pushed(version: int, largest_b: float, sigma: float = 0.0, unchanged: float | None = None) -> Pushed:
-    metrics = {"adapter/largest_b": largest_b} | (
-        {} if unchanged is None else {"adapter/unchanged_fraction": unchanged}
-    )
-    return Pushed(version, sigma, metrics)
+    """Of merged adapters; ``unchanged`` None: few elements are."""
+    shares = {"adapter/unchanged_fraction": unchanged or 0.0} if largest_b else {}
+    return Pushed(version, sigma, {"adapter/largest_b": largest_b} | shares)
 
 
 class Watch:
@@ -70,6 +72,14 @@ def test_an_adapter_that_never_arrives_stops_the_run() -> None:
     with pytest.raises(GateFailure, match="rollout engine 1 answers with weight version 2") as failed:
         watch.check(pushed(2, 1e-3))
     assert "\n" not in str(failed.value) and "bridge.verify=all" in str(failed.value)
+
+
+def test_adapters_beside_the_weights_must_change_the_answers_of_every_engine() -> None:
+    """In slots, from the first push of a resumed run on; the second engine leaves its adapter out."""
+    watch, engines, _ = delivery()
+    engines.without = [-1.5, -2.0]
+    with pytest.raises(GateFailure, match="rollout engine 1 answers with weight version 7 .* as without its adapter"):
+        watch.check(Pushed(7, 0.0, {"adapter/largest_b": 1e-3}))
 
 
 def test_engines_that_have_moved_are_asked_no_more() -> None:

@@ -187,10 +187,13 @@ def test_bytes_through_rank_0_are_counted(tmp_path: Path) -> None:
     path, script = tmp_path / "result.json", Path("benchmarks/asynchronous/first_rank_bytes.py")
     run_copy(script, "--prompt", 10, "--response", 100, "--responses", 3, "--json", path).check()
     dense, mixture = json.loads(path.read_text())["rows"].values()
-    learnt = dense["to the rank that learns from it"]
-    assert learnt == 4 * (110 + 4 + 100) and dense["its pieces before, in_flight"] == 8 * 100
-    assert mixture["to the rank that learns from it"] - learnt == 109 * 48 * 8, "a byte for each choice"
-    assert dense["what the scheduler needs of it"] < 400 < learnt < dense["whole, from its engine"]
+    to_learn, from_engine = "one node: to the rank that learns from it", "one node: whole, from its engine"
+    told, asked = "several: what rank 0 is told of it", "several: to the node that scores it"
+    learnt = dense[to_learn]
+    assert learnt == 4 * (110 + 4 + 100) and dense["both, in_flight: its pieces before"] == 8 * 100
+    assert mixture[to_learn] - learnt == 109 * 48 * 8, "a byte for each choice"
+    assert dense[told] + dense[asked] < 400 < learnt < dense[from_engine]
+    assert mixture[told] - dense[told] < 64 < mixture[from_engine] - dense[from_engine], "of the experts a shape only"
 
 
 def test_overlap_is_measured_in_every_mode(tmp_path: Path) -> None:
