@@ -17,15 +17,18 @@ from mega_rl.importers.draft.units import (
     set_warmup,
 )
 from mega_rl.importers.rules.learned import set_stage
-from mega_rl.importers.rules.verl_learned import adapter, critic, reward_model, router
 from mega_rl.importers.rules.verl_running import (
     ACTOR,
     MEGATRON,
     ROLLOUT,
+    adapter,
     asynchronous,
+    critic,
     keys_of,
     logging,
+    reward_model,
     rewards,
+    router,
     rows,
     running,
 )
