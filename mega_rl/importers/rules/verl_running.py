@@ -266,7 +266,7 @@ FLAT = AdapterKeys(
     exclude=(f"{MODEL}exclude_modules",),
     path=(f"{MODEL}lora_adapter_path",),
 )
-MEGATRON = AdapterKeys(
+FUSED = AdapterKeys(
     switches=(f"{MODEL}lora.type",),
     rank=(f"{MODEL}lora.rank",),
     alpha=(f"{MODEL}lora.alpha",),
@@ -287,12 +287,12 @@ CRITIC = CriticKeys(
 
 def adapter(draft: Draft) -> None:
     """Megatron's keys count before the flat ones, which FSDP reads; either is on from rank 1."""
-    is_megatron, kind = bool(draft.count(*MEGATRON.rank)), draft.word(f"{MODEL}lora.type", default="lora")
+    is_megatron, kind = bool(draft.count(*FUSED.rank)), draft.word(f"{MODEL}lora.type", default="lora")
     if is_megatron and kind not in ("lora", "canonical_lora"):
         draft.lack([f"{MODEL}lora.type"], "lora", repr(kind))
     is_flat = not is_megatron and bool(draft.count(*FLAT.rank) or draft.get(*FLAT.path))
     set_adapter(draft, FLAT, is_flat, rank=8, alpha=16)
-    set_adapter(draft, MEGATRON, is_megatron, rank=8, alpha=32)
+    set_adapter(draft, FUSED, is_megatron, rank=8, alpha=32)
     if is_megatron and draft.stage == "rl" and draft.get(MERGE):
         draft.set("rollout.adapter", "merged", [MERGE])
     else:
