@@ -26,6 +26,10 @@ from mega_rl.errors import InputError, shown
 from mega_rl.importers.convert import as_tree, convert
 from mega_rl.importers.draft.draft import Draft
 from mega_rl.importers.draft.reading import read_given
+from mega_rl.importers.layout import proposed
+from mega_rl.planning.automatic import RESERVE_BYTES
+from mega_rl.planning.memory_plan import Machine
+from tools.plan import size_in_bytes
 
 TITLES = {
     "mapped": "set here",
@@ -42,6 +46,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("given", nargs="*", metavar="FILE_OR_COMMAND_LINE", help="without it: list every known key")
     parser.add_argument("-o", "--out", type=Path, default=Path("run.yaml"), help="default run.yaml")
     parser.add_argument("--devices", type=int, help="of the run, where batch sizes count per device")
+    parser.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="of one device, such as 64GiB: where theirs divides weights over all ranks, the layout that fits",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a shell variable of a script")
     return parser.parse_args(arguments)
 
@@ -60,11 +69,50 @@ def make(options: argparse.Namespace) -> tuple[Draft, str]:
     known = dict(pair.split("=", 1) for pair in options.set)
     given = read_given(options.given, known)
     draft = convert(options.neighbour, given, options.devices)
-    lines = [f"# Made by tools/import_config.py --from {options.neighbour}."]
+    return draft, written(options.neighbour, draft)
+
+
+def written(neighbour: str, draft: Draft) -> str:
+    """The text of the file, with what has no counterpart and what is to be checked in its head."""
+    lines = [f"# Made by tools/import_config.py --from {neighbour}."]
     lines += [f"# No counterpart: {line}" for line in listed(draft, "none") + listed(draft, "unknown")]
     lines += [f"# To be checked: {note}" for note in draft.notes]
     body = OmegaConf.to_yaml(OmegaConf.create(as_tree(draft.result)))
-    return draft, "\n".join(line.replace("\n", " ") for line in lines) + "\n" + body
+    return "\n".join(line.replace("\n", " ") for line in lines) + "\n" + body
+
+
+def with_layout(options: argparse.Namespace, draft: Draft, text: str) -> tuple[Draft, str]:
+    """The draft and its file with the sizes that the plan proposes.
+
+    Raises:
+        InputError: the model is not here, the memory is no size, or the number of devices is not known.
+    """
+    if draft.num_devices is None:
+        raise InputError("the number of devices is not known: give it with --devices")
+    config = load_config(options.out)
+    platform = "npu" if config.platform.name == "auto" else config.platform.name
+    machine = Machine(
+        draft.num_devices, size_in_bytes("--device-memory", options.device_memory), RESERVE_BYTES, platform
+    )
+    found = proposed(config, machine)
+    if found is None:
+        raise InputError(f"no layout of {draft.num_devices} devices fits: tools/plan.py says what else to change")
+    parallel, plan = found[0].parallel, found[1]
+    sizes = {
+        name: getattr(parallel, name)
+        for name in ("tensor", "pipeline", "expert", "expert_tensor", "sequence")
+        if getattr(parallel, name) != getattr(config.parallel, name)
+    }
+    draft.result |= {f"parallel.{name}": size for name, size in sizes.items()}
+    taken = (plan.worst.fullest.num_bytes + RESERVE_BYTES) / (1 << 30)
+    said = ", ".join(f"parallel.{name} {size}" for name, size in sizes.items()) or "the sizes as they are"
+    draft.notes = [note for note in draft.notes if not note.startswith("parallel.tensor, parallel.pipeline:")]
+    draft.notes.append(
+        f"{said}: proposed by the plan, {taken:.1f} GiB of {options.device_memory} on {draft.num_devices} devices"
+    )
+    text = written(options.neighbour, draft)
+    options.out.write_text(text, encoding="utf-8")
+    return draft, text
 
 
 def listed(draft: Draft, became: str) -> list[str]:
@@ -108,6 +156,11 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: --out {options.out} cannot be written ({error}): choose another file", file=sys.stderr)
         return 2
+    if options.device_memory and draft.divided_by:
+        try:
+            draft, text = with_layout(options, draft, text)
+        except InputError as error:
+            draft.notes.append(f"parallel: no layout is proposed, as {error}")
     print(report(draft, options.out))
     return INCOMPLETE if any(o.became in ("none", "unknown") for o in draft.outcomes.values()) else 0
 

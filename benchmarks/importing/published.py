@@ -45,11 +45,11 @@ def read(neighbour: str, path: Path, devices: int | None) -> Draft | str:
         return str(error)
 
 
-def _is_another(draft: Draft | str) -> bool:
-    """Of a file without any key, or without any that the table knows: tokens to be added, a program without a run."""
+def is_another(draft: Draft | str) -> bool:
+    """Of a file without any key, or without any that says something of a training: tokens, a cluster, a program."""
     if isinstance(draft, str):
         return "holds no keys" in draft or "calls no " in draft
-    return all(outcome.became == "unknown" for outcome in draft.outcomes.values())
+    return all(outcome.became in ("same", "unknown") for outcome in draft.outcomes.values())
 
 
 def measure(neighbour: str, paths: list[Path], devices: int | None) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def measure(neighbour: str, paths: list[Path], devices: int | None) -> dict[str,
     unread: dict[str, str] = {}
     for path in paths:
         draft = read(neighbour, path, devices)
-        if _is_another(draft):
+        if is_another(draft):
             counts["not of it"] += 1
             continue
         counts["files"] += 1

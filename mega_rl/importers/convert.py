@@ -13,7 +13,9 @@ from mega_rl.errors import shown
 from mega_rl.importers.draft.defaults import NAMED, default_of, defaults
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.reading import Given
+from mega_rl.importers.draft.words import COMMAND, without_unknown
 from mega_rl.importers.rules import areal, hf, hf_learned, mindspeed_rl, openrlhf, slime, swift, verl
+from mega_rl.rollout.vllm.start.options import OWNED
 
 PROGRAMS: dict[str, Callable[[Draft], str]] = {
     "verl": verl.program,
@@ -37,6 +39,7 @@ RULES: dict[str, dict[str, Rule]] = {
 }
 assert RULES.keys() == PROGRAMS.keys() == NEIGHBOURS.keys()
 NO_LIMIT = {"checkpoint.keep_checkpoints": 0, "data.max_val_samples": None}
+NAMES = ("trainer.output_dir", "logging.")  # keys of ours that name a run and change nothing that it computes
 FIRST = "stage"  # the rule that says what is run, on which the meaning of other keys depends
 
 
@@ -53,12 +56,7 @@ def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Dra
     _rename(table(neighbour), given)
     draft = Draft(table(neighbour), given, num_devices)
     rules = RULES[neighbour]
-    for key, cause in given.unresolved.items():
-        entry = draft.table.find(key)
-        if entry is not None and entry.kind == "same":
-            draft.note(key, "same", reason(entry))
-            continue
-        draft.note(key, "none", f"its value needs {cause}, which the text does not set: give it with --set NAME=VALUE")
+    _resolve(draft)
     draft.defaults = defaults(neighbour, PROGRAMS[neighbour](draft), given.values)
     rules[FIRST](draft)
     entries = {key: draft.table.find(key) for key in given.values}
@@ -79,6 +77,9 @@ def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Dra
             draft.note(key, "unknown", "no key that the table knows: look it up and set it by hand")
         elif key not in draft.outcomes:
             draft.note(key, "same", "read together with the keys beside it, but changes nothing here")
+    for name, told in given.several.items():
+        text = ", ".join(shown(value) for value in told)
+        draft.notes.append(f"{name}: the script sets it to {text}; the last counts, --set {name}=VALUE takes another")
     for key, value in given.twice.items():
         draft.notes.append(f"{key} is given twice, first as {shown(value)}: the last value counts")
     if draft.stage == "rl" and not draft.rewards:
@@ -86,6 +87,27 @@ def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Dra
     elif draft.stage == "rl":
         draft.result["rewards"] = draft.rewards
     return draft
+
+
+def _resolve(draft: Draft) -> None:
+    """Keys whose values the text does not say: needless and refused ones need none, a name is what is left of it."""
+    given = draft.given
+    for key, cause in list(given.unresolved.items()):
+        entry, value = draft.table.find(key), given.values[key]
+        is_name = entry is not None and bool(entry.to) and all(ours.startswith(NAMES) for ours in entry.to)
+        if entry is not None and entry.kind in ("same", "none"):
+            draft.note(key, entry.kind, reason(entry))
+        elif is_name and isinstance(value, str) and (rest := without_unknown(value)) not in ("", value):
+            given.values[key] = rest
+            del given.unresolved[key]
+            draft.notes.append(f"{key}: {rest}, without {cause}, which the text does not say")
+        elif cause == COMMAND:
+            draft.note(
+                key, "none", "what a command prints, which --set cannot say: write the key with a value behind the file"
+            )
+        else:
+            text = f"its value needs {cause}, which the text does not set: give it with --set NAME=VALUE"
+            draft.note(key, "none", text)
 
 
 def _rename(theirs: Table, given: Given) -> None:
@@ -172,6 +194,8 @@ def _set_passed(draft: Draft, key: str, ours: str, value: Any) -> None:
             draft.note(key, "same", "empty")
     elif value is None:
         draft.note(key, "same", "not set, so that our default holds")
+    elif (name := ours.removeprefix("rollout.vllm.")) in OWNED:
+        draft.lack([key], "engine_argument", OWNED[name] or "it has no key")
     else:
         draft.set(ours, value, [key])
 

@@ -36,6 +36,7 @@ class Draft:
     outcomes: dict[str, KeyOutcome] = field(default_factory=dict)  # key of theirs -> what became of it
     rewards: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what is left to be done by hand
+    divided_by: str = ""  # the key of theirs that divides weights over all ranks, where no size of ours does
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of these keys that is given and not null; else ``default``.

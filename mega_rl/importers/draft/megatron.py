@@ -106,7 +106,7 @@ def router(draft: Draft, section: str = "") -> None:
         draft.word(kind, default="aux_loss"), ""
     )
     if over == "":
-        draft.lack([kind, weight], "mixture", shown(draft.get(kind)))
+        draft.lack([kind, weight], "router", shown(draft.get(kind)))
     elif over is None or not draft.number(weight):
         draft.set("router.aux_loss", 0.0, [weight, kind])
     else:

@@ -16,7 +16,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.reading.yaml_text import parse_yaml
 from mega_rl.errors import InputError, shortened
-from mega_rl.importers.draft.words import MAX_CHARACTERS, UNKNOWN, arrays, expanded, shell_lines, variables
+from mega_rl.importers.draft.words import (
+    MAX_CHARACTERS,
+    UNKNOWN,
+    arrays,
+    expanded,
+    set_several_times,
+    shell_lines,
+    unknown_names,
+    variables,
+)
 
 _HYDRA = re.compile(r"^[+~]{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 _TOP = re.compile(r"^\+{0,2}([A-Za-z_]\w*)=(.*)$", re.DOTALL)
@@ -36,7 +45,8 @@ _OTHER_TASKS = re.compile(r"(?:swift|megatron) (?:app|deploy|eval|export|infer|m
 _OTHER_CALLS = ("basicConfig", "GenerationConfig", "ProcessorConfig")
 # Flags of launchers, which stand before the program, take one value or none; all other flags take what follows them.
 _PROGRAM = re.compile(
-    r"\.py$|^\w+(?:\.\w+)+$|^(?:trl|llamafactory-cli|areal|megatron|swift|rlhf|pt|sft|grpo|dpo|kto|reward|rloo|train)$"
+    r"\.py$|^[A-Za-z_]\w*(?:\.\w+)+$"
+    r"|^(?:trl|llamafactory-cli|areal|megatron|swift|rlhf|pt|sft|grpo|dpo|kto|reward|rloo|train)$"
 )
 
 
@@ -48,6 +58,7 @@ class Given:
     program: list[str] = field(default_factory=list)  # words that name what is run, such as ``trl`` and ``grpo``
     twice: dict[str, Any] = field(default_factory=dict)  # key -> the value that a later one replaced
     unresolved: dict[str, str] = field(default_factory=dict)  # key -> the shell variable that its value needs
+    several: dict[str, list[str]] = field(default_factory=dict)  # shell variable -> all values that the text gives it
     environment: dict[str, str] = field(default_factory=dict)  # the variables of a shell text
 
     def put(self, key: str, value: Any) -> None:
@@ -132,6 +143,10 @@ def _from_shell(text: str, known: Mapping[str, str]) -> Given:
     lines = shell_lines(text)
     values, listed = variables(lines) | dict(known), arrays(lines)
     given = Given(environment=values)
+    for name, found in set_several_times(lines).items():
+        told = list(dict.fromkeys(expanded(value, values) for value in found))
+        if len(told) > 1 and name not in known and not any(UNKNOWN in value for value in told):
+            given.several[name] = told
     for line in lines:
         words = [part for word in line for part in _elements(word, listed, values)]
         if words:
@@ -215,7 +230,7 @@ def _is_value(word: str) -> bool:
 def _put(given: Given, key: str, texts: list[str]) -> None:
     for text in texts:
         if UNKNOWN in text:
-            given.unresolved[key] = text.partition(UNKNOWN)[2]
+            given.unresolved[key] = ", ".join(unknown_names(text))
     values = [_parsed(text) for text in texts]
     if not values and key.startswith("no_"):
         given.put(key.removeprefix("no_"), False)

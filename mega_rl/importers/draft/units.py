@@ -10,7 +10,7 @@ from typing import Any
 from mega_rl.errors import InputError
 from mega_rl.importers.draft.draft import Draft
 
-_SEES = re.compile(r"(?<![a-z])(?:vl|vlm|vision|omni|internvl\d*|llava)(?![a-z])", re.IGNORECASE)  # in names of models
+SEES = re.compile(r"(?<![a-z])(?:vl|vlm|vision|omni|internvl\d*|llava)(?![a-z])", re.IGNORECASE)  # in names of models
 _SHARDS = re.compile(r"z(?:ero)?(?:_stage=|[-_]?)3|fsdp", re.IGNORECASE)
 A_DAY = 86_400.0
 
@@ -63,9 +63,11 @@ def note_sharding(draft: Draft, keys: Iterable[str]) -> None:
     named = [key for key in keys if draft.has(key) and _SHARDS.search(f"{key}={draft.get(key)}")]
     sizes = [draft.result.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline")]
     if named and math.prod(sizes) == 1:
+        draft.divided_by = named[0]
         draft.notes.append(
             f"parallel.tensor, parallel.pipeline: {named[0]} divides weights over all ranks there, here these two do, "
-            "and they are 1: tools/plan.py --device-memory says which sizes the model needs"
+            f"and they are 1: import it with --device-memory 64GiB, or see what fits with tools/plan.py --config FILE "
+            f"--devices {draft.num_devices or 'N'} --device-memory 64GiB"
         )
 
 
@@ -80,7 +82,7 @@ def exact(whole: float, part: float, what: str, draft: Draft) -> int:
 def set_vision(draft: Draft, key: str) -> None:
     """Whether the tower is trained: theirs is unless ``key`` says that it is frozen, ours only if it is told so."""
     is_frozen = bool(draft.get(key))
-    if not draft.has(key) and not _SEES.search(str(draft.result.get("model.path", ""))):
+    if not draft.has(key) and not SEES.search(str(draft.result.get("model.path", ""))):
         return
     draft.set("model.vision.freeze", is_frozen, [key])
     draft.set("model.vision.freeze_merger", is_frozen, [key])

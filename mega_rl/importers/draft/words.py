@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from mega_rl.errors import InputError, shortened
 
 LITERAL = "\ue000"  # stands for a dollar sign between single quotes, which expands nothing
-UNKNOWN = "\ue001"  # begins the name of a variable whose value the text does not hold
+UNKNOWN = "\ue001"  # stands on both sides of the name of a variable whose value the text does not hold
+COMMAND = "(...)"  # in the place of such a name: what a command prints
 _ENDS = ";|&\n"
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+_BEFORE = ("export", "local", "declare", "readonly", "then", "else", "do", "{")  # may stand before an assignment
 _ARRAY = re.compile(r"^([A-Za-z_]\w*)\+?=\((.*)$", re.DOTALL)
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
@@ -115,7 +117,7 @@ def variables(lines: list[list[str]]) -> dict[str, str]:
         for word in line:
             assignment = _ASSIGNMENT.match(word)
             if assignment is None:
-                if word not in ("export", "local", "declare", "readonly"):
+                if word not in _BEFORE and not word.endswith(")"):  # the pattern of a branch of ``case``
                     break
                 continue
             name, value = assignment[1], assignment[2]
@@ -125,6 +127,19 @@ def variables(lines: list[list[str]]) -> dict[str, str]:
                 if len(value) <= MAX_VALUE:
                     found[name] = value
     return found
+
+
+def set_several_times(lines: list[list[str]]) -> dict[str, list[str]]:
+    """Name -> its raw values, where several are assigned, as in the branches of ``if``, ``case`` and ``||``."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        # what only refers to itself is no value of its own
+        for name, value in variables([line]).items():
+            found.setdefault(name, [])
+            if value not in found[name]:
+                found[name].append(value)
+    read = {name for line in lines for word in line for name in re.findall(r"\$\{?(\w+)", word)}
+    return {name: values for name, values in found.items() if len(values) > 1 and name in read}
 
 
 def arrays(lines: list[list[str]]) -> dict[str, list[str]]:
@@ -143,7 +158,7 @@ def arrays(lines: list[list[str]]) -> dict[str, list[str]]:
 
 
 def expanded(word: str, known: Mapping[str, str], depth: int = 0) -> str:
-    """The word with its variables; one that nobody sets is left as ``UNKNOWN`` and its name.
+    """The word with its variables; one that nobody sets, or that a command sets, is left as its name in ``UNKNOWN``.
 
     ``$HOME``, ``$USER`` and ``$PWD`` become what a configuration file calls them, ``${oc.env:HOME}``.
 
@@ -157,15 +172,18 @@ def expanded(word: str, known: Mapping[str, str], depth: int = 0) -> str:
         if found["sum"] is not None:
             return _arithmetic(found["sum"], known, depth)
         if found["command"] is not None:
-            return f"{UNKNOWN}(...)"
+            return f"{UNKNOWN}{COMMAND}{UNKNOWN}"
         name = found["plain"] or found["name"]
         if name in known:
-            return expanded(known[name], {key: value for key, value in known.items() if key != name}, depth + 1)
+            value = expanded(known[name], {key: value for key, value in known.items() if key != name}, depth + 1)
+            if not value and found["colon"]:  # with a colon, what is set to nothing is as if it were not set
+                return expanded(found["default"].strip("\"'"), known, depth + 1)
+            return value.replace(f"{UNKNOWN}{COMMAND}{UNKNOWN}", f"{UNKNOWN}{name}{UNKNOWN}")
         if found["default"] is not None:
             return expanded(found["default"].strip("\"'"), known, depth + 1)
         if name in "@*#" or name.isdigit():
             return ""
-        return f"${{oc.env:{name}}}" if name in ("HOME", "USER", "PWD") else UNKNOWN + name
+        return f"${{oc.env:{name}}}" if name in ("HOME", "USER", "PWD") else f"{UNKNOWN}{name}{UNKNOWN}"
 
     result = _EXPANSION.sub(put, word)
     if len(result) > MAX_VALUE:
@@ -173,9 +191,22 @@ def expanded(word: str, known: Mapping[str, str], depth: int = 0) -> str:
     return result.replace(LITERAL, "$") if depth == 0 else result
 
 
+def unknown_names(text: str) -> list[str]:
+    """What stands in ``UNKNOWN`` in a word that ``expanded`` made."""
+    return list(dict.fromkeys(text.split(UNKNOWN)[1::2]))
+
+
+def without_unknown(text: str) -> str:
+    """The word without what is not known, and without the separators that stood between that and the rest."""
+    parts = (
+        part.strip("_-/. ") if place else part.rstrip("_-/. ") for place, part in enumerate(text.split(UNKNOWN)[::2])
+    )
+    return "_".join(part for part in parts if part)
+
+
 _EXPANSION = re.compile(
     r"\$\(\((?P<sum>.*?)\)\)(?!\))|\$\((?P<command>[^()]*(?:\([^()]*\)[^()]*)*)\)"
-    r"|\$\{(?P<name>\w+|[@*#])(?:\[[@*]\])?(?::?[-=](?P<default>(?:[^{}]|\{[^{}]*\})*))?[^{}]*\}|\$(?P<plain>\w+|[@*#])",
+    r"|\$\{(?P<name>\w+|[@*#])(?:\[[@*]\])?(?:(?P<colon>:)?[-=](?P<default>(?:[^{}]|\{[^{}]*\})*))?[^{}]*\}|\$(?P<plain>\w+|[@*#])",
     re.DOTALL,
 )
 
@@ -186,7 +217,7 @@ def _arithmetic(text: str, known: Mapping[str, str], depth: int) -> str:
     try:
         return str(_value(ast.parse(plain.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return f"{UNKNOWN}(({os.path.basename(text.strip())}))"
+        return f"{UNKNOWN}(({os.path.basename(text.strip()).replace(UNKNOWN, '')})){UNKNOWN}"
 
 
 def _value(node: ast.expr) -> int:

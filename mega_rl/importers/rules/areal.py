@@ -8,7 +8,7 @@ from typing import Any
 from mega_rl.errors import InputError, shown
 from mega_rl.importers.draft.data_sets import GSM8K, KNOWN, KnownData, add_rewards
 from mega_rl.importers.draft.draft import Draft, Rule, Stage
-from mega_rl.importers.draft.units import set_vision, set_warmup
+from mega_rl.importers.draft.units import note_sharding, set_vision, set_warmup
 from mega_rl.importers.rules.learned import (
     AdapterKeys,
     CriticKeys,
@@ -43,7 +43,7 @@ def axes(draft: Draft, key: str) -> tuple[str, dict[str, int]]:
     Raises:
         InputError: another form.
     """
-    text = str(draft.get(key, default=""))
+    text = str(draft.get(key, default="") or allocated(draft).get(key, ""))
     name, _, rest = text.rpartition(":") if "|" not in text else text.partition(":")
     parts = dict(re.findall(r"(attn|ffn):((?:[a-z]\d+)+)", rest)) or {"attn": rest}
     sizes: dict[str, int] = {}
@@ -55,6 +55,17 @@ def axes(draft: Draft, key: str) -> tuple[str, dict[str, int]]:
         if part == "ffn" and found:
             sizes["x"] = sizes.pop("t", 1)
     return name, sizes
+
+
+def allocated(draft: Draft) -> dict[str, str]:
+    """Both layouts of their earlier key: ``ENGINE:d4t2+d8``, or the trainer's alone."""
+    text = str(draft.get("allocation_mode", default="") or "")
+    if not text:
+        return {}
+    engine, plus, trainer = text.rpartition("+")
+    if not plus and trainer.startswith(("sglang", "vllm")):
+        return {"rollout.backend": trainer}
+    return {"rollout.backend": engine, "actor.backend": trainer} if plus else {"actor.backend": trainer}
 
 
 STAGES: dict[Any, Stage] = {"rl": "rl", "sft": "sft", "dpo": "dpo", "rw": "rm"}
@@ -89,26 +100,26 @@ def layout(draft: Draft) -> None:
         draft.set("parallel.sequence", True, ["actor.backend"])
     if "x" in sizes and sizes["x"] != sizes.get("t", 1):
         draft.set("parallel.expert_tensor", sizes["x"], ["actor.backend"])
+    for part in ("overlap_grad_reduce", "overlap_param_gather"):
+        if draft.has(f"actor.megatron.ddp.{part}"):
+            draft.set(f"parallel.{part}", bool(draft.get(f"actor.megatron.ddp.{part}")), [f"actor.megatron.ddp.{part}"])
     num = sizes.get("d", 1) * sizes.get("p", 1) * sizes.get("t", 1) * sizes.get("c", 1)
     draft.num_devices = num
-    draft.note("actor.backend", "mapped", f"{num} trainer processes")
+    for key in ("actor.backend", "allocation_mode"):
+        draft.note(key, "mapped", f"{num} trainer processes")
     if name not in ("", "megatron"):
-        draft.notes.append(
-            f"parallel: their {name} divides weights over all ranks; see with tools/plan.py what fits here"
-        )
+        note_sharding(draft, ("actor.backend", "allocation_mode"))
     nodes = draft.count("cluster.n_nodes", default=1) if draft.has("cluster.n_nodes") else 1
     for key in ("cluster.n_nodes", "cluster.n_gpus_per_node"):
         draft.note(key, "mapped", f"torchrun --nnodes {nodes} --nproc-per-node {max(1, num // (nodes or 1))}")
-    if draft.stage != "rl" or not draft.has("rollout.backend"):
+    if draft.stage != "rl" or not (draft.has("rollout.backend") or "rollout.backend" in allocated(draft)):
         return
     engine, sizes = axes(draft, "rollout.backend")
     draft.set("rollout.placement", "separate", ["rollout.backend"])
     draft.set("rollout.num_engines", sizes.get("d", 1), ["rollout.backend"])
     draft.set("rollout.tensor_parallel_size", sizes.get("t", 1), ["rollout.backend"])
     if engine not in ("vllm", ""):
-        draft.lack(
-            ["rollout.backend"], "other_engine", f"{engine}; the rest is rollout.num_engines and tensor_parallel_size"
-        )
+        draft.notes.append(f"rollout: the engine is vLLM in the place of {engine}, whose arguments are not taken over")
 
 
 def algorithm(draft: Draft) -> None:
@@ -172,6 +183,10 @@ def _advantage(draft: Draft) -> None:
         if mean or deviation:
             draft.lack(keys, "other_advantage", "rewards as they are, with a critic")
         chosen = "gae"
+    elif chosen in ("rloo", "grpo", "dr_grpo", "reinforce_pp_baseline") and draft.result.get("rollout.n", 1) == 1:
+        draft.lack(keys, "no_baseline")
+        chosen = "reinforce_pp"
+        draft.set("algorithm.advantage", chosen)
     elif chosen is None:
         draft.lack(keys, "other_advantage", f"mean {mean}, deviation {deviation}")
     else:
@@ -231,6 +246,16 @@ def staleness(draft: Draft) -> None:
         draft.note(key, "same", "0: no sample is older than a step")
 
 
+def _whole_length(draft: Draft, prompt: int) -> None:
+    """Their limit of prompt and response together, which counts where it is the smaller one."""
+    key, response = "gconfig.max_tokens", int(draft.result.get("data.max_response_length", 1024))
+    limit = draft.count(key, default=32768) or 32768
+    if limit >= prompt + response:
+        draft.note(key, "same", "prompt and response are shorter")
+    else:
+        draft.lack([key], "sampling_limits", f"prompt and response have {prompt + response} tokens at most")
+
+
 def data(draft: Draft) -> None:
     longest = draft.count("train_dataset.max_length", default=512 if draft.stage == "rl" else 1024) or 512
     if draft.stage != "rl":
@@ -241,6 +266,7 @@ def data(draft: Draft) -> None:
         draft.result["trainer.max_tokens_per_microbatch"] = max(budget, least)
     else:
         draft.set("data.max_prompt_length", longest, ["train_dataset.max_length"])
+        _whole_length(draft, longest)
         whole = longest + int(draft.result.get("data.max_response_length", 1024))
         budget = int(draft.result.get("trainer.max_tokens_per_microbatch", whole))
         draft.result["trainer.max_tokens_per_microbatch"] = max(budget, whole)
@@ -277,11 +303,26 @@ def _recompute(draft: Draft) -> None:
     """Megatron's own keys count where activations are computed again at all."""
     saves, prefix = bool(draft.get("actor.gradient_checkpointing")), "actor.megatron.recompute_"
     keys = [f"{prefix}{part}" for part in ("granularity", "method", "num_layers")]
-    kind = draft.word(keys[0]) if draft.has(keys[0]) else None
+    keys.append("actor.archon.ac_mode")
+    kind = next((draft.word(key) for key in (keys[0], keys[3]) if draft.has(key)), None)
     chosen = ("selective" if kind == "selective" else "full") if saves else "none"
     draft.set("memory.recompute", chosen, ["actor.gradient_checkpointing", *keys])
     if chosen == "full" and draft.has(keys[1]) and draft.word(keys[1]) == "block":
         draft.set("memory.recompute_num_layers", draft.count(keys[2]), [keys[2]])
+
+
+def _intervals(draft: Draft) -> None:
+    """By steps; every epoch is at the end where there is one epoch, and is refused where there are more."""
+    for section, ours in (("saver", "checkpoint.save_freq"), ("evaluator", "validation.test_freq")):
+        steps, epochs = draft.count(f"{section}.freq_steps"), draft.count(f"{section}.freq_epochs")
+        never = None if ours == "checkpoint.save_freq" else -1
+        draft.set(ours, steps or (-1 if epochs else never), [f"{section}.freq_steps"])
+        if epochs is None:
+            draft.note(f"{section}.freq_epochs", "same", "not set")
+        elif epochs >= int(draft.result.get("trainer.total_epochs") or 1) and not steps:
+            draft.note(f"{section}.freq_epochs", "mapped", f"{ours} = -1, at the end of the only epoch")
+        else:
+            draft.lack([f"{section}.freq_epochs"], "time_based")
 
 
 def schedule(draft: Draft) -> None:
@@ -294,11 +335,12 @@ def schedule(draft: Draft) -> None:
         lr = float(draft.result.get("optimizer.lr") or 1e-6)
         draft.set("optimizer.min_lr", floor * lr, ["actor.optimizer.min_lr_ratio"])
     _recompute(draft)
-    for key, ours in (("saver.freq_steps", "checkpoint.save_freq"), ("evaluator.freq_steps", "validation.test_freq")):
-        if draft.count(key):
-            draft.set(ours, draft.count(key), [key])
-        else:
-            draft.set(ours, None if ours == "checkpoint.save_freq" else -1, [key])
+    _intervals(draft)
+    parts: list[Any] = ["weights", "gradients", "optimizer"]
+    if draft.get("enable_offload") and draft.result.get("rollout.placement") != "separate" and draft.stage == "rl":
+        draft.set("memory.offload", parts, ["enable_offload"])
+    else:
+        draft.note("enable_offload", "same", "engines with devices of their own need no room on the trainer's")
     mode = draft.word("recover.mode")
     resumes = {"disabled": "never", "off": "never", False: "never"}.get(mode, "auto")
     draft.set("checkpoint.resume", resumes, ["recover.mode"])

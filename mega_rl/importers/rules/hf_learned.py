@@ -130,7 +130,13 @@ def trl_preferences(draft: Draft) -> None:
     """The keys that the losses of several stages share, by the stage."""
     beta = draft.number("beta") if draft.has("beta") else None
     if draft.stage == "rl" and not has_critic(draft):
-        draft.set("algorithm.kl_coefficient", beta or 0.0, ["beta"])
+        weight = draft.number("beta", default=0.0)
+        draft.set("algorithm.kl_coefficient", weight, ["beta"])
+        if weight and task_of_program(draft) == "rloo":
+            draft.set("algorithm.kl_in", "reward")
+            draft.set("algorithm.kl_estimator", "k1")
+            draft.lack(["beta"], "kl_before_baseline")
+            draft.notes.append("algorithm.kl_in: theirs lowers rewards before the baseline, ours advantages after it")
     elif draft.stage == "kto":
         draft.set("kto.beta", 0.1 if beta is None else beta, ["beta"])
         for name in ("desirable", "undesirable"):
@@ -192,8 +198,17 @@ def llamafactory_stage(draft: Draft) -> None:
         draft.lack(["stage"], "other_word", shown(given))
     if draft.get("model_class", default="llm") != "llm":
         draft.lack(["model_class"], "vision", shown(draft.get("model_class")))
-    if draft.stage != "rl":
-        draft.lack(("max_new_tokens", "temperature"), "evaluation")
+    for key in ("max_new_tokens", "temperature") if draft.stage != "rl" else ():
+        if draft.get("do_predict") or draft.get("predict_with_generate"):
+            draft.lack([key], "evaluation")
+        else:
+            draft.note(key, "same", "read by its prediction and its chat, which a training has none of")
+    seen = [name for name in as_list(draft.get("dataset", "eval_dataset")) if "video" in str(name).lower()]
+    for key in [key for key in draft.given.values if key.startswith("video_")]:
+        if seen:
+            draft.lack([key], "vision", ", ".join(map(str, seen)))
+        else:
+            draft.note(key, "same", "read for videos, of which the data sets have none by their names")
     _tuning(draft)
 
 

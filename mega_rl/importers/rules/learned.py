@@ -90,7 +90,10 @@ def set_adapter(
     found = module_names(draft, keys.targets)
     is_every = any(name in EVERY_LAYER for name in found)
     draft.set("tuning.adapter.targets", ["all-linear"] if is_every else found or list(targets), keys.targets)
-    if excluded := module_names(draft, keys.exclude):
+    if draft.has(*keys.exclude) and re.fullmatch(r"[\W\d]*(?:visual|vision\w*)[\W\d]*", str(draft.get(*keys.exclude))):
+        for key in keys.exclude:
+            draft.note(key, "same", "adapters are in the language model only")
+    elif excluded := module_names(draft, keys.exclude):
         draft.set("tuning.adapter.exclude", excluded, keys.exclude)
     if draft.get(*keys.rslora):
         draft.set("tuning.adapter.rslora", True, keys.rslora)

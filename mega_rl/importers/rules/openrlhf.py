@@ -260,8 +260,13 @@ def rest(draft: Draft) -> None:
             draft.set(f"parallel.{ours}", draft.count(theirs, default=1), [theirs])
     if draft.result.get("parallel.tensor", 1) > 1:
         draft.set("parallel.sequence", True, ["ds.tensor_parallel_size"])
+    if images := draft.count("data.max_images_per_prompt"):
+        draft.set("data.max_images", images, ["data.max_images_per_prompt"])
+    draft.note("data.max_images_per_prompt", "same", "of text alone")
     if draft.stage == "rl":
         _engines(draft)
+        _staleness(draft)
+        _filtering(draft)
     note_sharding(draft, ("ds.zero_stage",))
     set_vision(draft, "actor.freeze_visual_encoder")
     if (draft.number("ckpt.save_steps", default=-1) or 0) <= 0:
@@ -282,8 +287,34 @@ def rest(draft: Draft) -> None:
         draft.lack(["ds.param_dtype"], "other_word", shown(draft.get("ds.param_dtype")))
 
 
+def _staleness(draft: Draft) -> None:
+    """A batch is sampled while the one before it is learnt from, and more of them wait where the queue is longer."""
+    keys = [key for key in ("train.async_enable", "train.partial_rollout_enable", "train.async_queue_size")]
+    if not draft.get(keys[0]):
+        for key in keys:
+            draft.note(key, "same", "off, as here")
+        return
+    draft.set("rollout.mode", "in_flight" if draft.get(keys[1]) else "pinned", keys[:2])
+    draft.set("rollout.max_staleness", draft.count(keys[2], default=1), [keys[0], keys[2]])
+    if draft.result.get("algorithm.importance_cap") is None:
+        draft.result["algorithm.importance_cap"] = 2.0
+        draft.notes.append("algorithm.importance_cap: 2, as samples of older weights need importance weights here")
+
+
+def _filtering(draft: Draft) -> None:
+    """A group whose mean reward lies outside of a range is left out; here one whose rewards are all equal."""
+    key, switch = "algo.dynamic_filtering_range", "algo.dynamic_filtering_enable"
+    if not draft.get(switch):
+        draft.note(key, "same", "not read, as no groups are filtered")
+    elif draft.get(key, default=[0, 1]) == [0, 1]:
+        draft.note(key, "mapped", "algorithm.dynamic_sampling.enabled = true")
+        draft.notes.append("algorithm.dynamic_sampling: with rewards of 0 and 1 alone their range leaves out the same")
+    else:
+        draft.lack([key], "filtering")
+
+
 def _engines(draft: Draft) -> None:
-    is_shared = bool(draft.get("train.colocate_all"))
+    is_shared = bool(draft.get("train.colocate_all")) and not draft.get("train.async_enable")
     draft.set("rollout.placement", "colocated" if is_shared else "separate", ["train.colocate_all"])
     if is_shared:
         draft.note("vllm.num_engines", "same", "colocated engines are as many as the ranks allow")

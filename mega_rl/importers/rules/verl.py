@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from typing import get_args
 
-from mega_rl.config.reading.tables import table
 from mega_rl.config.schema.sampling import NormRole
-from mega_rl.errors import shown
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import (
     as_list,
     exact,
+    note_sharding,
     set_timeout,
     set_tokens,
     set_vision,
@@ -19,9 +18,17 @@ from mega_rl.importers.draft.units import (
 )
 from mega_rl.importers.rules.learned import set_stage
 from mega_rl.importers.rules.verl_learned import adapter, critic, reward_model, rewards, rows
+from mega_rl.importers.rules.verl_running import (
+    ACTOR,
+    MEGATRON,
+    ROLLOUT,
+    asynchronous,
+    keys_of,
+    logging,
+    router,
+    running,
+)
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-MEGATRON = f"{ACTOR}megatron."
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 ADVANTAGES = {
     "grpo": "grpo",
@@ -38,11 +45,8 @@ REDUCTIONS = {
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
 }
+SHORT = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert_tensor"}  # of torchtitan
 DEFAULT_BUDGET = 16384  # tokens per device of verl
-
-
-def keys_of(rule: str) -> list[str]:
-    return list(table("verl").find_rule(rule))
 
 
 def program(draft: Draft) -> str:
@@ -100,6 +104,9 @@ def advantage(draft: Draft) -> None:
     if name == "gae" and draft.stage == "rl" and not draft.has(key):
         draft.notes.append("algorithm.advantage: theirs is gae by default, with a critic, so it is set here")
     found = "dr_grpo" if name == "grpo" and draft.get(by_deviation) is False else ADVANTAGES[name]
+    if draft.stage == "rl" and found not in ("gae", "reinforce_pp") and draft.count(f"{ROLLOUT}n") == 1:
+        draft.lack([key], "no_baseline")
+        found = "reinforce_pp"
     if draft.stage == "rl":
         draft.set("algorithm.advantage", found, [key, by_deviation])
 
@@ -134,6 +141,8 @@ def objective(draft: Draft) -> None:
 def batches(draft: Draft) -> None:
     """Mini-batches are counted; a budget of tokens holds one sequence at least."""
     batch, mini = draft.count("data.train_batch_size"), draft.count(f"{ACTOR}ppo_mini_batch_size")
+    if draft.has("async_training.trigger_parameter_sync_step"):
+        batch = None  # its own rule
     if batch and mini and draft.stage == "rl":
         number = exact(batch, min(mini, batch), "algorithm.minibatches_per_step", draft)
         draft.set("algorithm.minibatches_per_step", number, keys_of("minibatches"))
@@ -157,6 +166,17 @@ def batches(draft: Draft) -> None:
         # Without filtering, theirs cut or refuse an overlong prompt, by data.truncation.
         refuses = not draft.get(filters) and draft.get("data.truncation", default="error") == "error"
         draft.set(filters, not refuses, [filters])
+    _truncation(draft, bool(draft.get(filters)))
+
+
+def _truncation(draft: Draft, is_filtered: bool) -> None:
+    key = "data.truncation"
+    if draft.stage == "rl" and is_filtered:
+        draft.note(key, "same", "nothing is left to be cut, as longer prompts are left out")
+    elif draft.word(key, default="error") == "error":
+        draft.note(key, "same", "as it is here")
+    else:
+        draft.lack([key], "truncation")
 
 
 def layout(draft: Draft) -> None:
@@ -170,6 +190,8 @@ def layout(draft: Draft) -> None:
         ("expert_tensor_parallel_size", "expert_tensor"),
         ("ulysses_sequence_parallel_size", "context"),
         ("ulysses_parallel_size", "context"),
+        ("expert_parallel_size", "expert"),  # of VeOmni
+        *((short, ours) for short, ours in SHORT.items()),
     ):
         found = [key for key in keys if key.rpartition(".")[2] == part and draft.has(key)]
         size = draft.count(*found) if found else None
@@ -179,25 +201,37 @@ def layout(draft: Draft) -> None:
             else:
                 draft.note(key, "same", "not set, or 1")
     sequence = f"{MEGATRON}sequence_parallel" if draft.stage == "rl" else "engine.sequence_parallel"
+    override = f"{MEGATRON}override_transformer_config.sequence_parallel"
+    if draft.has(override):
+        sequence = override
     if draft.result.get("parallel.tensor", 1) > 1:
         draft.set("parallel.sequence", draft.get(sequence, default=True), [sequence])
     else:
         draft.note(sequence, "same", "there is one tensor-parallel rank")
+    fsdp = (f"{ACTOR}strategy", f"{ACTOR}fsdp_config.", "model.strategy", "model.fsdp_config.")
+    note_sharding(draft, [key for key in draft.given.values if key.startswith(fsdp)])
 
 
 def memory(draft: Draft) -> None:
     parts = {"param_offload": "weights", "grad_offload": "gradients", "optimizer_offload": "optimizer"}
     keys = [key for key in keys_of("offload") if draft.has(key)]
     chosen = {parts[name]: key for key in keys if (name := key.rpartition(".")[2]) in parts and draft.get(key)}
-    on_host = f"{ACTOR}optim.override_optimizer_config.optimizer_cpu_offload"
+    optim = f"{ACTOR}optim." if draft.stage == "rl" else "optim."
+    on_host = f"{optim}override_optimizer_config.optimizer_cpu_offload"
     if draft.get(on_host):
         draft.set(
             "memory.optimizer_on_host", True, [on_host, *(chosen[part] for part in chosen if part == "optimizer")]
         )
         chosen.pop("optimizer", None)
+    if draft.result.get("rollout.placement") == "separate":
+        if "optimizer" in chosen:
+            draft.set("memory.optimizer_on_host", True, [chosen.pop("optimizer")])
+        for key in chosen.values():
+            draft.note(key, "same", "engines with devices of their own need no room on the trainer's")
+        chosen = {}
     if draft.stage != "rl":  # weights and gradients are always in use there
         for part in ("weights", "gradients"):
-            draft.lack([chosen.pop(part)], "partial_offload") if part in chosen else None
+            draft.lack([chosen.pop(part)], "always_used") if part in chosen else None
     if chosen:
         draft.set("memory.offload", [part for part in parts.values() if part in chosen], chosen.values())
     for key in keys:
@@ -224,6 +258,8 @@ def learning_rate(draft: Draft) -> None:
     """Their schedule takes one step per rollout batch, ours per optimizer step."""
     keys = keys_of("warmup")
     per_step = draft.result.get("algorithm.minibatches_per_step", 1)
+    if draft.has("async_training.trigger_parameter_sync_step"):  # there it takes one per part of a batch
+        per_step = draft.count("async_training.require_batches", default=1) or 1
     steps = draft.number(f"{ACTOR}optim.lr_warmup_steps", "optim.lr_warmup_steps")
     steps = None if steps is None or steps < 0 else steps * per_step
     ratio = draft.number(*(key for key in keys if key.endswith("ratio")))
@@ -284,70 +320,18 @@ def correction(draft: Draft) -> None:
         draft.set("algorithm.importance_cap", draft.number(old), [old])
     elif draft.result.get("aqn.enabled"):
         draft.note(kind, "same", "with noise the importance weights stay as they are here")
+    elif draft.result.get("rollout.max_staleness"):
+        draft.notes.append("algorithm.importance_cap: 2, as samples of older weights need importance weights here")
+        for key in (kind, threshold, old):
+            draft.note(key, "mapped", "algorithm.importance_cap = 2.0")
     elif draft.stage == "rl":
         draft.set("algorithm.importance_cap", None, [kind, threshold, old])
 
 
-def logging(draft: Draft) -> None:
-    trackers = [str(name) for name in as_list(draft.get("trainer.logger", default=["console"]))]
-    project = str(draft.get("trainer.project_name", default="verl"))
-    if draft.has("trainer.logger"):
-        draft.set("logging.progress", "console" in trackers, ["trainer.logger"])
-        draft.set("logging.tensorboard", "tensorboard" in trackers, ["trainer.logger"])
-        for name in ("wandb", "swanlab"):
-            if name in trackers:
-                draft.set(f"logging.{name}_project", project, ["trainer.logger", "trainer.project_name"])
-        others = [name for name in trackers if name not in ("console", "tensorboard", "wandb", "swanlab", "file")]
-        if others:
-            draft.lack(["trainer.logger"], "other_tracker", ", ".join(others))
-    directory = draft.get("trainer.default_local_dir")
-    parts = [str(draft.get(f"trainer.{part}_name") or "") for part in ("project", "experiment")]
-    if directory or any(parts):
-        chosen = str(directory) if directory else "/".join(["runs", *(part for part in parts if part)])
-        draft.set(
-            "trainer.output_dir", chosen, keys_of("directory") if not directory else ["trainer.default_local_dir"]
-        )
-    draft.same(["trainer.project_name", "trainer.experiment_name"], "names")
-    mode = draft.word("trainer.resume_mode")
-    if mode in ("auto", "disable"):
-        draft.set("checkpoint.resume", {"auto": "auto", "disable": "never"}[mode], ["trainer.resume_mode"])
-        draft.note("trainer.resume_from_path", "same", f"not read, as resume_mode is {mode}")
-    elif mode == "resume_path":
-        draft.set("checkpoint.resume", draft.get("trainer.resume_from_path"), keys_of("resume"))
-
-
-def _validation(draft: Draft) -> None:
-    """Samples at temperature 0 are all the greedy response, which is always looked at here."""
-    n, sampled, temperature = keys_of("validation")
-    if draft.stage == "rl" and draft.get(sampled) and draft.number(temperature, default=0.0):
-        draft.set("validation.n", draft.count(n, default=1), [n, sampled])
-        draft.set("validation.temperature", draft.number(temperature), [temperature])
-    elif draft.stage == "rl":
-        draft.set("validation.n", 0, [n, sampled, temperature])
-    saves = draft.number("trainer.save_freq", default=-1) or 0
-    if draft.stage == "rl" and saves <= 0:
-        draft.set("checkpoint.save_freq", None, ["trainer.save_freq"])
-
-
 def rest(draft: Draft) -> None:
-    """Validation, devices, precision, noise."""
-    _validation(draft)
-    nodes, per_node = draft.count("trainer.nnodes", default=1) or 1, draft.count("trainer.n_gpus_per_node")
-    if per_node and draft.has("trainer.n_gpus_per_node"):
-        draft.num_devices = nodes * per_node
-        text = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}"
-        for key in keys_of("launch"):
-            draft.note(key, "mapped", text)
+    """Devices, precision, noise."""
     if draft.has("trainer.device") and draft.get("trainer.device") is not None:
         draft.set("platform.name", draft.get("trainer.device"), ["trainer.device"])
-    for key, ours in zip(keys_of("profile"), ("steps", "ranks"), strict=True):
-        numbers = as_list(draft.get(key))
-        if numbers and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-            draft.set(f"trainer.profile.{ours}", numbers, [key])
-        elif numbers:
-            draft.lack([key], "profiler", shown(numbers))
-        else:
-            draft.note(key, "same", "none, as here")
     set_timeout(draft, "actor_rollout_ref.nccl_timeout")
     set_vision(draft, f"{ACTOR}freeze_vision_tower")
     dtypes = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
@@ -377,6 +361,7 @@ RULES: dict[str, Rule] = {
     "advantage": advantage,
     "critic": critic,
     "objective": objective,
+    "asynchronous": asynchronous,
     "batches": batches,
     "memory": memory,
     "learning_rate": learning_rate,
@@ -386,5 +371,7 @@ RULES: dict[str, Rule] = {
     "dynamic_sampling": dynamic_sampling,
     "correction": correction,
     "logging": logging,
+    "router": router,
+    "running": running,
     "rest": rest,
 }

@@ -7,6 +7,7 @@ that shares count of.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 from mega_rl.importers.draft.defaults import default_of, read
+from mega_rl.importers.draft.draft import Draft
+from mega_rl.importers.rules.learned import has_critic
 
 STEPS = 400  # optimizer steps of the run
 
@@ -39,6 +42,33 @@ class Meaning:
     validation: tuple[int, float | None] | None  # samples besides the greedy response, their temperature
     is_tower_trained: bool
     saves: int | None  # steps between checkpoints; None: never
+
+
+PARTS = {  # keys of ours -> the part of a meaning that a refused key of theirs leaves open
+    "data.train_batch_size": "rows samples", "rollout.n": "samples sampling",
+    "algorithm.minibatches_per_step": "updates",
+    "data.max_prompt_length": "length", "data.max_response_length": "length", "optimizer.lr": "rate",
+    "optimizer.schedule": "rate", "optimizer.min_lr": "rate", "optimizer.warmup_steps": "warm_up",
+    "optimizer.beta1": "adam", "optimizer.beta2": "adam", "optimizer.weight_decay": "decay", "algorithm.kl_in": "kl",
+    "algorithm.kl_coefficient": "kl", "algorithm.clip_ratio_low": "bounds", "algorithm.clip_ratio_high": "bounds",
+    "algorithm.dual_clip": "bounds", "algorithm.objective": "bounds reduction", "algorithm.loss_reduction": "reduction",
+    "rollout.temperature": "sampling", "validation.n": "validation", "checkpoint.save_freq": "saves",
+}  # fmt: skip
+
+
+def refused_parts(draft: Draft) -> set[str]:
+    """Names in ``Meaning`` of what the import says that it has no counterpart for."""
+    entries = (draft.table.find(key) for key, outcome in draft.outcomes.items() if outcome.became == "none")
+    keys = (ours for entry in entries if entry is not None for ours in entry.to)
+    return {part for key in keys for part in PARTS.get(key, "").split()}
+
+
+def is_told(neighbour: str, draft: Draft) -> bool:
+    """Whether the interpreters have words for the stage of a file."""
+    if neighbour == "trl":
+        return not has_critic(draft)
+    wanted = ("sft", "pt", "dpo", "kto", "rm") if neighbour == "llamafactory" else ("rl",)
+    return draft.stage in wanted and draft.result.get("model.path") is not None
 
 
 def differing(found: Meaning, wanted: Meaning) -> dict[str, tuple[Any, Any]]:
@@ -98,6 +128,14 @@ def _sees(given: Mapping[str, Any], path: str, frozen: str) -> bool:
     return ("VL" in str(given.get(path)) or frozen in given) and not given.get(frozen)
 
 
+ULYSSES = (
+    "ulysses_sequence_parallel_size",
+    "fsdp_config.ulysses_sequence_parallel_size",
+    "veomni.ulysses_parallel_size",
+    "engine.cp",
+)
+
+
 def verl(given: Mapping[str, Any], devices: int) -> Meaning:
     get = Theirs("verl", "rl", given)
     actor, rollout, megatron = (
@@ -106,16 +144,25 @@ def verl(given: Mapping[str, Any], devices: int) -> Meaning:
         "actor_rollout_ref.actor.megatron.",
     )
     batch, mini = get("data.train_batch_size"), get(f"{actor}ppo_mini_batch_size")
+    per_schedule = None
+    if get("async_training.trigger_parameter_sync_step"):
+        # The trainer takes this many mini-batches at once, with a step of the schedule, and so often between syncs.
+        per_schedule = get("async_training.require_batches") or 1
+        batch = mini * per_schedule * get("async_training.trigger_parameter_sync_step")
+    assert batch and mini, given
     updates = batch // min(mini, batch)
     # The scheduler goes on once a batch, so that its steps count batches.
     steps = get(f"{actor}optim.lr_warmup_steps")
-    warm = steps * updates if steps > 0 else ceil(get(f"{actor}optim.lr_warmup_steps_ratio") * STEPS)
+    warm = steps * (per_schedule or updates) if steps > 0 else ceil(get(f"{actor}optim.lr_warmup_steps_ratio") * STEPS)
     kind = get(f"{actor}kl_loss_type")
     kl = None
-    if get(f"{actor}use_kl_loss"):
+    if get(f"{actor}use_kl_loss") and get(f"{actor}kl_loss_coef"):
         base = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}[kind.rstrip("+")]
         # The value of k1 has no gradient in the mean: what is learnt from is k2, as with a plus.
         kl = ("loss", get(f"{actor}kl_loss_coef"), "k2" if kind.endswith("+") or base == "k1" else base)
+    modes = {"gspo": "sequence_mean"}.get(get(f"{actor}policy_loss.loss_mode"))  # it has a mean of its own
+    is_vanilla = get(f"{actor}policy_loss.loss_mode") == "vanilla"  # others have one bound on each side
+    is_megatron = any(key.startswith(f"{actor}megatron.") for key in given)
     sides = [get(f"{actor}clip_ratio") if get(key) is None else get(key) for key in
              (f"{actor}clip_ratio_low", f"{actor}clip_ratio_high")]  # fmt: skip
     samples = get(f"{rollout}val_kwargs.do_sample") and get(f"{rollout}val_kwargs.temperature") > 0
@@ -126,16 +173,22 @@ def verl(given: Mapping[str, Any], devices: int) -> Meaning:
         updates=updates,
         length=get("data.max_prompt_length") + get("data.max_response_length"),
         rate=(get(f"{actor}optim.lr"), get(f"{actor}optim.lr") * get(f"{actor}optim.min_lr_ratio"),
-              get(f"{actor}optim.lr_scheduler_type")),
+              get(f"{actor}optim.lr_decay_style" if is_megatron and f"{actor}optim.lr_decay_style" in given
+                  else f"{actor}optim.lr_scheduler_type")),
         warm_up=warm,
         adam=(*get(f"{actor}optim.betas"), 1e-8),
         decay=get(f"{actor}optim.weight_decay"),
         sizes=(get(f"{megatron}tensor_model_parallel_size"), get(f"{megatron}pipeline_model_parallel_size"),
-               max(get(f"{megatron}context_parallel_size"), get(f"{actor}ulysses_sequence_parallel_size")),
-               get(f"{megatron}expert_model_parallel_size")),
+               max(get(f"{megatron}context_parallel_size"), *(get(f"{actor}{part}") or 1 for part in ULYSSES)),
+               get(f"{actor}veomni.expert_parallel_size") or get(f"{actor}engine.ep")
+               or get(f"{megatron}expert_model_parallel_size")),
         kl=kl,
-        bounds=(round(1 - sides[0], 9), round(1 + sides[1], 9), get(f"{actor}clip_ratio_c")),
-        reduction={"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}[get(f"{actor}loss_agg_mode")],
+        bounds=(max(0.0, round(1 - sides[0], 9)), round(1 + sides[1], 9),
+                get(f"{actor}clip_ratio_c") if is_vanilla else None),
+        reduction=modes or {
+            "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean",
+            "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+        }[get(f"{actor}loss_agg_mode")],
         sampling=(get(f"{rollout}n"), get(f"{rollout}temperature")),
         validation=(get(f"{rollout}val_kwargs.n"), get(f"{rollout}val_kwargs.temperature")) if samples else (0, None),
         is_tower_trained=_sees(given, "actor_rollout_ref.model.path", f"{actor}freeze_vision_tower"),
@@ -155,21 +208,30 @@ def areal(given: Mapping[str, Any], devices: int) -> Meaning:
         rows=batch,
         samples=batch * n,
         updates=updates,
-        length=get("train_dataset.max_length") + get("gconfig.max_new_tokens"),
+        length=(get("train_dataset.max_length") or 512) + get("gconfig.max_new_tokens"),  # without a limit: noted
         rate=(get("actor.optimizer.lr"), get("actor.optimizer.lr") * get("actor.optimizer.min_lr_ratio"),
               get("actor.optimizer.lr_scheduler_type")),
         warm_up=steps * updates if steps is not None else ceil(share * STEPS),
         adam=(get("actor.optimizer.beta1"), get("actor.optimizer.beta2"), get("actor.optimizer.eps")),
         decay=get("actor.optimizer.weight_decay"),
-        sizes=(2, 1, 1, 1) if given["actor.backend"] == "fsdp:d4t2" else (1, 1, 1, 1),
+        sizes=_areal_sizes(str(given.get("actor.backend") or str(given.get("allocation_mode", "")).rpartition("+")[2])),
         kl=("reward", weight, get("actor.kl_estimator")) if has_reference and weight else None,
         bounds=(round(1 - get("actor.eps_clip"), 9), round(1 + high, 9), get("actor.c_clip")),
-        reduction="token_mean",
+        reduction="sequence_mean" if get("actor.importance_sampling_level") == "sequence" else "token_mean",
         sampling=(n, get("gconfig.temperature")),
         validation=(1, 1.0),  # theirs evaluates with a workflow of its own
         is_tower_trained="VL" in str(given.get("actor.path")),
-        saves=get("saver.freq_steps"),
+        saves=-1 if given.get("saver.freq_epochs") == get("total_train_epochs") else get("saver.freq_steps"),
     )  # fmt: skip
+
+
+def _areal_sizes(backend: str) -> tuple[int, ...]:
+    """Degrees of ``engine:d4t2p1``; of a hybrid one attention's, and the expert ranks of the other part."""
+    if "|" not in backend:
+        one = dict(re.findall(r"([a-z])(\d+)", backend.rpartition(":")[2]))
+        return tuple(int(one.get(axis, 1)) for axis in "tpce")
+    attention, experts = (dict(re.findall(r"([a-z])(\d+)", part)) for part in backend.split("|"))
+    return (*(int(attention.get(axis, 1)) for axis in "tpc"), int(experts.get("e", 1)))
 
 
 def openrlhf(given: Mapping[str, Any], devices: int) -> Meaning:
@@ -203,8 +265,11 @@ def openrlhf(given: Mapping[str, Any], devices: int) -> Meaning:
     )
 
 
-def trl(given: Mapping[str, Any], devices: int) -> Meaning:
-    get = Theirs("trl", "grpo", given)
+def trl(given: Mapping[str, Any], devices: int, program: str = "grpo") -> Meaning:
+    if program not in ("grpo", "rloo"):
+        return _trl_supervised(given, devices, program)
+    get = Theirs("trl", program, given)
+    place, estimator = ("reward", "k1") if program == "rloo" else ("loss", "k3")
     samples = get("per_device_train_batch_size") * get("gradient_accumulation_steps") * devices
     rounds = get("steps_per_generation") or get("gradient_accumulation_steps")
     generated = get("generation_batch_size") or get("per_device_train_batch_size") * devices * rounds
@@ -218,24 +283,40 @@ def trl(given: Mapping[str, Any], devices: int) -> Meaning:
     return Meaning(
         rows=generated // get("num_generations"),
         samples=generated,
-        updates=generated // samples,
+        updates=max(1, generated // samples),
         length=512 + get("max_completion_length"),  # their prompts have no limit
         rate=(get("learning_rate"), 0.0, get("lr_scheduler_type")),
         warm_up=ceil(warm * STEPS) if warm < 1 else warm,
         adam=(get("adam_beta1"), get("adam_beta2"), get("adam_epsilon")),
         decay=get("weight_decay"),
         sizes=(1, 1, 1, 1),
-        kl=("loss", get("beta"), "k3") if get("beta") else None,
+        kl=(place, get("beta"), estimator) if get("beta") else None,
         bounds=(round(bounds[0], 9), round(bounds[1], 9), get("delta")),
         reduction=reductions.get(get("loss_type"), "token_mean"),
         sampling=(get("num_generations"), get("temperature")),
         validation=(1, 1.0),  # theirs validates as it trains
         is_tower_trained=False,
-        saves=max(1, round(get("save_steps") / (generated // samples))) if strategy == "steps" else None,
+        saves=max(1, round(get("save_steps") / max(1, generated // samples))) if strategy == "steps" else None,
     )
 
 
+def _trl_supervised(given: Mapping[str, Any], devices: int, program: str) -> Meaning:
+    """What all programs that learn from files have from the trainer of transformers."""
+    get = Theirs("trl", program, given)
+    batch = get("per_device_train_batch_size") * get("gradient_accumulation_steps") * devices
+    warm = given.get("warmup_ratio", 0.0) if not get("warmup_steps") else get("warmup_steps")
+    return Meaning(
+        rows=batch, samples=batch, updates=1, length=get("max_length"),
+        rate=(get("learning_rate"), 0.0, get("lr_scheduler_type")), warm_up=ceil(warm * STEPS) if warm < 1 else warm,
+        adam=(get("adam_beta1"), get("adam_beta2"), get("adam_epsilon")), decay=get("weight_decay"), sizes=(1, 1, 1, 1),
+        kl=None, bounds=None, reduction=None, sampling=None, validation=None, is_tower_trained=False,
+        saves=get("save_steps") if get("save_strategy") == "steps" else None,
+    )  # fmt: skip
+
+
 def llamafactory(given: Mapping[str, Any], devices: int) -> Meaning:
+    if "model" in given and "model_name_or_path" not in given:
+        return _llamafactory_1(given, devices)
     get = Theirs("llamafactory", "v0", given)
     tensor, pipeline = get("tensor_model_parallel_size") or 1, get("pipeline_model_parallel_size") or 1
     ranks = devices // (tensor * pipeline)
@@ -305,6 +386,20 @@ def mindspeed_rl(given: Mapping[str, Any], devices: int) -> Meaning:
         validation=(1, 1.0),  # there is none
         is_tower_trained=False,
         saves=get("actor_config.save_interval"),
+    )  # fmt: skip
+
+
+def _llamafactory_1(given: Mapping[str, Any], devices: int) -> Meaning:
+    """Version 1: AdamW of torch unless a section says otherwise, a constant rate, and a batch of all ranks."""
+    get = Theirs("llamafactory", "v1", given)
+    context = get("dist_config.cp_size") or get("cp_size") or 1
+    batch = get("global_batch_size") or get("micro_batch_size") * (devices // context)
+    betas = get("optim_config.adamw_betas") or (0.9, 0.999)
+    return Meaning(
+        rows=batch, samples=batch, updates=1, length=get("cutoff_len"), rate=(get("learning_rate"), 0.0, "constant"),
+        warm_up=0, adam=(*betas, 1e-8), decay=get("optim_config.wd") or 0.01,
+        sizes=(1, 1, context, get("dist_config.ep_size") or 1), kl=None, bounds=None, reduction=None, sampling=None,
+        validation=None, is_tower_trained=False, saves=get("save_steps"),
     )  # fmt: skip
 
 
@@ -390,7 +485,7 @@ def swift(given: Mapping[str, Any], devices: int) -> Meaning:
     )
 
 
-INTERPRETERS: dict[str, Callable[[Mapping[str, Any], int], Meaning]] = {
+INTERPRETERS: dict[str, Callable[..., Meaning]] = {
     "verl": verl, "areal": areal, "openrlhf": openrlhf, "trl": trl, "llamafactory": llamafactory,
     "mindspeed_rl": mindspeed_rl, "slime": slime, "swift": swift,
 }  # fmt: skip

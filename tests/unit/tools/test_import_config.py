@@ -34,7 +34,7 @@ python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.actor.ulysses_sequence_parallel_size=${sp_size} \\
     actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
     actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
-    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.val_kwargs.top_p=0.7 \\
+    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.top_p=0.7 \\
     actor_rollout_ref.model.lora_rank=8 \\
     +trainer.noise_injection.enabled=True '+trainer.noise_injection.exclude_patterns=["input_layernorm","lm_head"]' \\
     trainer.logger='["console","wandb"]' trainer.project_name=p trainer.nnodes=2 trainer.n_gpus_per_node=8 \\
@@ -67,8 +67,8 @@ def test_verl_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "torchrun --nnodes 2 --nproc-per-node 8" in said
     head = (tmp_path / "run.yaml").read_text(encoding="utf-8").partition("model:")[0]
     assert (config.tuning.method, config.tuning.adapter.rank, config.tuning.adapter.alpha) == ("lora", 8, 16.0)
-    for key in ("val_kwargs.top_p", "trainer.experiment_name"):
-        assert f"{key} = " in head and f"{key} = " in said
+    assert "rollout.top_p = " in head and "rollout.top_p = " in said
+    assert "trainer.experiment_name: trial, without (...)" in head and tree["trainer"]["output_dir"] == "runs/p/trial"
 
 
 def test_trl_counts_completions_per_device(tmp_path: Path) -> None:

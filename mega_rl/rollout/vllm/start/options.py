@@ -24,7 +24,7 @@ CHUNKED = "enable_chunked_prefill"  # vLLM may compute a prompt in several steps
 STEP_TOKENS = "max_num_batched_tokens"  # what vLLM computes at most in a step
 
 # Engine arguments that follow from the rest of the configuration -> the key to set instead; "" if there is none.
-_OWNED = {
+OWNED = {
     "hf_overrides": "model.path",
     "model": "model.path",
     "tokenizer": "model.path",
@@ -118,7 +118,7 @@ def check_options(options: Mapping[str, Any], known: Collection[str] | None, dev
     Raises:
         InputError: names the option and what to write instead.
     """
-    owned = {**_OWNED, **_OWNED_ON_CPU} if device_type == "cpu" else _OWNED
+    owned = {**OWNED, **_OWNED_ON_CPU} if device_type == "cpu" else OWNED
     for name in options:
         if name in owned:
             fix = f"set {owned[name]} instead" if owned[name] else "remove it"
