@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import Any
 
 from mega_rl.config.reading.tables import table
-from mega_rl.config.schema.sampling import NormRole
-from mega_rl.errors import shown
+from mega_rl.errors import InputError, shown
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import (
     as_list,
@@ -20,6 +19,7 @@ from mega_rl.importers.draft.units import (
 )
 from mega_rl.importers.rules.learned import set_stage
 from mega_rl.importers.rules.verl_learned import adapter, critic, reward_model
+from mega_rl.importers.rules.verl_noise import noise
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 MEGATRON = f"{ACTOR}megatron."
@@ -53,6 +53,11 @@ def program(draft: Draft) -> str:
 
 
 def stage(draft: Draft) -> None:
+    if draft.has("defaults"):
+        raise InputError(
+            "defaults composes other files into this one, and they are not read: give the composed configuration, "
+            "which verl's trainer prints with --cfg job --resolve"
+        )
     set_stage(draft, "sft" if program(draft) == "sft" else "rl")
 
 
@@ -364,7 +369,7 @@ def _validation(draft: Draft) -> None:
 
 
 def rest(draft: Draft) -> None:
-    """Validation, devices, precision, noise."""
+    """Validation, devices, precision."""
     _validation(draft)
     nodes, per_node = draft.count("trainer.nnodes", default=1) or 1, draft.count("trainer.n_gpus_per_node")
     if per_node and draft.has("trainer.n_gpus_per_node"):
@@ -390,17 +395,6 @@ def rest(draft: Draft) -> None:
             draft.set("rollout.dtype" if "rollout" in key else "model.dtype", dtypes[draft.word(key)], [key])
         elif draft.has(key):
             draft.lack([key], "other_word", repr(draft.get(key)))
-    targets, excluded = keys_of("noise")
-    roles = get_args(NormRole)
-    if draft.has(targets):
-        chosen = as_list(draft.get(targets))
-        known = [role for role in chosen if role in roles]
-        draft.set("aqn.target_modules", known, [targets])
-        if known != chosen:
-            draft.lack([targets], "noise_options", f"no norm is called {', '.join(map(str, set(chosen) - set(known)))}")
-    if draft.has(excluded):
-        patterns = as_list(draft.get(excluded))
-        draft.set("aqn.exclude_patterns", [text for text in patterns if "norm" in str(text)], [excluded])
 
 
 RULES: dict[str, Rule] = {
@@ -420,4 +414,5 @@ RULES: dict[str, Rule] = {
     "correction": correction,
     "logging": logging,
     "rest": rest,
+    "noise": noise,
 }
