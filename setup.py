@@ -39,6 +39,9 @@ EXTRAS = {
         "vllm-ascend==0.23.0",
         "transformers==5.5.4",  # vllm-ascend pins it
     ],
+    # What MindSpeed imports and builds with. MindSpeed itself is on no index (the "mindspeed" there is another one):
+    # it is installed from its checkout, at the commit of docker/.env (docs/ascend.md).
+    "mindspeed": ["einops", "ninja", "scipy>=1.14"],
     "separate": ["ray>=2.40,<3"],  # rollout.placement=separate
     "wandb": ["wandb>=0.19"],
     "gymnasium": ["gymnasium>=1,<2"],  # environments of others: docs/serve.md

@@ -23,7 +23,8 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.data.pictures.image_processor import picture_reader
 from mega_rl.data.pictures.picture_set import PictureSet, has_pictures
 from mega_rl.data.prompts import PromptDataset
-from mega_rl.data.rows.rows import DataFiles, atomic_path, each_row
+from mega_rl.data.rows.rows import DataFiles, atomic_path, rows_of
 from mega_rl.data.tokens.tokenizer import load_tokenizer
 from mega_rl.errors import InputError
 from mega_rl.evaluation.comparison import compare
@@ -64,7 +65,7 @@ from mega_rl.rollout.remote.engines import RemoteEngines
 from mega_rl.rollout.vllm.engine import VLLMEngine
 from mega_rl.rollout.vllm.start.seeing import Sight
 from mega_rl.stages.run.episodes import plan_of, with_episodes
-from mega_rl.stages.score.scoring import rows_need_truth, scorer_of_node
+from mega_rl.stages.score.scoring import check_sources, scorer_of_node, truth_is_needed
 from mega_rl.types import Prompt
 
 EXPORT = "model"  # under the output directory: weights that had to be exported or merged, until the answers are there
@@ -211,10 +212,11 @@ def answer_all(
         DataFiles.validation(config.data, DATA),
         tokenizer,
         config.data,
-        needs_truth=rows_need_truth(config),
+        needs_truth=partial(truth_is_needed, config),
         tools=() if plan is None else plan.tools,
         picture_set=picture_set,
     )
+    check_sources(config, prompts.prompts, DATA)
     if prompts.num_dropped:
         say(f"{prompts.num_dropped} prompts longer than {config.data.max_prompt_length} tokens left out")
     done: set[int] = broadcast_object(directory.done() if directory is not None else set())
@@ -303,7 +305,7 @@ def picture_set_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Pic
     if tower is None:
         return None
     with together(f"looking for pictures in {DATA}"):
-        rows = chain.from_iterable(each_row(Path(file), DATA) for file in config.data.val_files)
+        rows = rows_of(config.data.val_files, DATA)
         is_seen = any(map(has_pictures, islice(rows, config.data.max_val_samples)))
     if not any(gather_objects(is_seen)):  # text needs neither an image processor nor a chat template
         return None
@@ -417,7 +419,7 @@ def print_comparison(options: argparse.Namespace) -> None:
     data = [sorted(file["sha256"] for file in of_one["data"]) for of_one in settings]
     if data[0] != data[1]:
         raise InputError(f"{first} and {second} are of different data: compare evaluations of the same files")
-    rewards = [RewardConfig(r["name"], r["weight"], r["options"]) for r in settings[0]["rewards"]]
+    rewards = [RewardConfig(r["name"], r["weight"], r["options"], r.get("only", [])) for r in settings[0]["rewards"]]
     grading = Grading.of(rewards, options.right_by, options.right_at, "environment" in settings[0])
     found = [outcomes(read_results(directory), grading) for directory in (first, second)]
     result = compare(found[0], found[1], Bootstrap(options.seed or 0, options.resamples))

@@ -1,4 +1,5 @@
-"""Makes a configuration from one of another trainer: verl, TRL, LLaMA-Factory, AReaL, OpenRLHF or MindSpeed-RL.
+"""Makes a configuration from one of another trainer: verl, TRL, LLaMA-Factory, AReaL, OpenRLHF, MindSpeed-RL, slime
+or ms-swift.
 
     python tools/import_config.py --from verl run_grpo.sh -o run.yaml
     python tools/import_config.py --from trl "trl grpo --model_name_or_path MODEL --beta 0.01" --devices 8 -o run.yaml

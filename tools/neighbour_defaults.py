@@ -2,6 +2,7 @@
 
     python tools/neighbour_defaults.py --from verl CHECKOUT
     python tools/neighbour_defaults.py --from trl CHECKOUT --transformers DIRECTORY_OF_THE_PACKAGE
+    python tools/neighbour_defaults.py --from slime CHECKOUT --megatron CHECKOUT_OF_MEGATRON_LM
 
 Nothing of the checkout is run: YAML is read, and Python is parsed. ``mega_rl/importers/defaults/NAME.yaml`` then holds
 every default of a key that its table (``mega_rl/config/reading/NAME.yaml``) knows, for each of its programs, with the
@@ -109,7 +110,7 @@ class Classes:
         """Every dotted key below a dataclass with its default, those of its bases first."""
         node = self.found.get(name)
         for base in reversed(node.bases) if node is not None else ():
-            called = ast.unparse(base).rpartition(".")[2].replace("BaseTraining", "Seq2SeqTraining")
+            called = ast.unparse(base).rpartition(".")[2].replace("BaseTraining", "Seq2SeqTraining").removeprefix("Hf")
             home = self if called in self.found and called != name else self.others
             yield from home.fields(called, before) if home is not None else ()
         for line in node.body if node is not None else ():
@@ -174,7 +175,7 @@ def _argument(words: dict[str | None, ast.expr], classes: Classes) -> Any:
     if isinstance(default, ast.IfExp):
         return classes.value(default.body if ast.literal_eval(default.test) else default.orelse)
     if default is None:
-        return False if "action" in words else None
+        return False if "action" in words and "Optional" not in ast.unparse(words["action"]) else None
     found = classes.value(default)
     return list(found) if isinstance(found, tuple) else found
 
@@ -232,6 +233,42 @@ def _flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
+def of_flags(checkout: Path, megatron: Path) -> dict[str, dict[str, Any]]:
+    """slime's flags, over those of Megatron's training program; some of these are fields of classes."""
+    core, training = megatron / "megatron" / "core", megatron / "megatron" / "training"
+    files = [*sorted((training / "config").glob("*.py")), core / "model_parallel_config.py"]
+    classes = Classes([*files, core / "transformer" / "transformer_config.py"])
+    found: dict[str, Any] = {}
+    for name in ("TransformerConfig", "TrainingConfig", "SchedulerConfig", "RNGConfig", "CheckpointConfig"):
+        found |= dict(classes.fields(name))
+    for path in (training / "arguments.py", checkout / "slime" / "utils" / "arguments.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+            if not isinstance(node, ast.Call) or called not in ("add_argument", "reset_arg"):
+                continue
+            flags = [flag.value for flag in node.args if isinstance(flag, ast.Constant)]
+            words = {word.arg: word.value for word in node.keywords}
+            for flag in flags:
+                if str(flag).startswith("--") and (called == "add_argument" or "default" in words):
+                    found[str(flag)[2:].replace("-", "_")] = _argument(words, classes)
+    return {"all": found | {"bf16": True}}  # which the program sets unless fp16 is given
+
+
+def of_swift(checkout: Path, transformers: Path) -> dict[str, dict[str, Any]]:
+    """ms-swift's classes, which have those of transformers among their bases."""
+    theirs = Classes([transformers / f"{part}.py" for part in ("training_args", "training_args_seq2seq")])
+    root = checkout / "swift"
+    files = [*(root / "arguments").rglob("*_args.py"), root / "trainers" / "arguments.py"]
+    classes = Classes([*sorted(files), root / "rlhf_trainers" / "args_mixin.py"], theirs)
+    mixed = Classes([*sorted((root / "megatron" / "arguments").glob("*_args.py"))], classes)
+    plain = dict(classes.fields("BaseArguments"))
+    return {
+        "megatron": plain | dict(mixed.fields("MegatronArguments")),
+        "sft": dict(classes.fields("SftArguments")),
+        "rlhf": dict(classes.fields("RLHFArguments")),
+    }
+
+
 READERS = {"verl": of_verl, "openrlhf": of_arguments, "mindspeed_rl": of_assignments}  # others: dataclasses
 
 
@@ -281,16 +318,25 @@ def main() -> int:
     parser.add_argument("--from", dest="name", required=True, choices=NEIGHBOURS)
     parser.add_argument("checkout", type=Path)
     parser.add_argument(
-        "--transformers", type=Path, help="trl and llamafactory: the package whose arguments they take over"
+        "--transformers", type=Path, help="trl, llamafactory and swift: the package whose arguments they take over"
     )
+    parser.add_argument("--megatron", type=Path, help="slime: a checkout of Megatron-LM, whose flags it takes over")
     options = parser.parse_args()
-    if options.name in ("trl", "llamafactory") and options.transformers is None:
+    if options.name == "slime" and options.megatron is None:
+        parser.error("--megatron: slime takes over the flags of Megatron-LM")
+    if options.name in ("trl", "llamafactory", "swift") and options.transformers is None:
         parser.error(f"--transformers: {options.name} takes over the arguments of its trainer")
-    if options.name in READERS:
+    if options.name == "swift":
+        programs = of_swift(options.checkout, options.transformers)
+    elif options.name == "slime":
+        programs = of_flags(options.checkout, options.megatron)
+    elif options.name in READERS:
         programs = READERS[options.name](options.checkout)
     else:
         programs = of_dataclasses(options.name, options.checkout, options.transformers)
     head = {"commit": commit(options.checkout)}
+    if options.megatron:
+        head["megatron"] = commit(options.megatron)
     if options.transformers:
         version = re.search(r'__version__ = "(.+)"', (options.transformers / "__init__.py").read_text(encoding="utf-8"))
         head["transformers"] = version[1] if version else "unknown"

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import publish, table
-from mega_rl.rewards.pool.node import submission
+from mega_rl.rewards.pool.node import Asked, submission
 from mega_rl.rewards.pool.pool import pack
 from mega_rl.rollout.collect.handed_trajectories import handed
 from mega_rl.rollout.partial import piece_of
@@ -52,7 +52,7 @@ def bytes_of(trajectory: Trajectory) -> dict[str, int]:
         "one node: to a worker that scores it": len(pack(sample)),
         "one node: to the rank that learns from it": summary.num_token_bytes + summary.num_routing_bytes,
         "several: what rank 0 is told of it": told,
-        "several: to the node that scores it": len(submission(10**6, (), 10**6)),
+        "several: to the node that scores it": len(submission(10**6, (), Asked(10**6))),
         "several: past rank 0, from its engine": whole,
         "both, in_flight: its pieces before": len(piece.token_ids) + len(piece.logprobs),
     }

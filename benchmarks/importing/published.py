@@ -21,7 +21,13 @@ from mega_rl.importers.convert import convert
 from mega_rl.importers.draft.draft import Draft
 from mega_rl.importers.draft.reading import read_given
 
-SUFFIXES = {"verl": (".sh",), "trl": (".yaml", ".py"), "openrlhf": (".sh",)}  # others: YAML
+SUFFIXES = {
+    "verl": (".sh",),
+    "trl": (".yaml", ".py"),
+    "openrlhf": (".sh",),
+    "slime": (".sh",),
+    "swift": (".sh", ".yaml"),
+}  # others: YAML
 OUTCOMES = {"mapped": "set", "same": "needless", "none": "no counterpart", "unknown": "unknown"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -49,14 +49,15 @@ class PromptDataset:
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         *,
-        needs_truth: bool = True,
+        needs_truth: Callable[[str], bool] = lambda source: True,
         tools: Tools = (),
         picture_set: PictureSet | None = None,
     ) -> PromptDataset:
         """Reads, renders and filters. Collective: every rank reads all rows, and tokenises and looks at an even share.
 
         Args:
-            needs_truth: whether a reward compares with the ground truth, so that a row without one is an error.
+            needs_truth: of a data source, whether a reward compares with the ground truth of its rows, so that one
+                without is an error.
             tools: that every prompt offers, as JSON schemas.
             picture_set: takes the pictures of the prompts; None: the model sees none.
 
@@ -99,7 +100,7 @@ class _Rendering:
 
     tokenizer: PreTrainedTokenizerBase
     data: DataConfig
-    needs_truth: bool
+    needs_truth: Callable[[str], bool]
     tools: Tools
     picture_set: PictureSet | None
 
@@ -130,7 +131,8 @@ class _Rendering:
         content, truth = prompt_of(row), truth_of(row)
         if content is None:
             raise row.missing(WANTED)
-        if truth is None and self.needs_truth:
+        source = str(row.get("data_source") or row.file.stem)
+        if truth is None and self.needs_truth(source):
             raise row.missing(WANTED_TRUTH)
         extra_info = row.get("extra_info") or {}
         if not isinstance(extra_info, Mapping):
@@ -149,7 +151,7 @@ class _Rendering:
             token_ids=tuple(token_ids),
             text=text,
             ground_truth="" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, default=str),
-            data_source=str(row.get("data_source") or row.file.stem),
+            data_source=source,
             extra_info=extra_info,
             images=images,
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mega_rl.doctor.finding import CPU, CUDA, NPU, Check, CheckAnswer, Wanted, fail, ok, skip
+from mega_rl.doctor.finding import CPU, CUDA, NPU, Check, CheckAnswer, Wanted, fail, ok, skip, warn
 from mega_rl.doctor.host import Host, Ran
 from mega_rl.doctor.probes import read_reports
 from mega_rl.errors import InputError
@@ -24,6 +24,10 @@ LOOK = {
     NPU: "fix what `CANN`, `versions` and `device health` say first; the device's own log is under ~/ascend/log",
 }
 
+
+# How ``platform.prepare`` begins a warning, and the lines that say whose the operators are.
+WARNING, OPERATORS = "warning: ", "fused operators"
+MINDSPEED_FIX = "install MindSpeed as step 6 of docs/ascend.md says, or set platform.mindspeed.mode to off"
 
 ERROR = "error: "  # how a run begins the sentence with which it ends
 LOOP_TIMEOUT_S = 1500.0  # on Ascend the first run compiles every operator
@@ -96,6 +100,19 @@ def megatron(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     else:
         patched = " with MindSpeed" if figures["mindspeed"] else ""
         yield ok(f"the training engine imports on Megatron-core {figures['version']}{patched}")
+        if wanted.platform == NPU:
+            yield from _operators(figures["prepared"])
+
+
+def _operators(prepared: Sequence[str]) -> Iterator[CheckAnswer]:
+    """Whose fused operators a run takes with the default ``platform.mindspeed``, and why."""
+    for line in prepared:
+        if line.startswith(WARNING):
+            yield warn(line.removeprefix(WARNING), MINDSPEED_FIX)
+    if OPERATORS in prepared:
+        yield ok(f"{OPERATORS}: {'; '.join(line.strip() for line in prepared[prepared.index(OPERATORS) + 1 :])}")
+    elif not prepared[0].startswith(WARNING):
+        yield ok(prepared[0])
 
 
 def sampler(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:

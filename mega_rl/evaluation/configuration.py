@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config import RunConfig, load_config, validate
+from mega_rl.config.schema.data_file import DataFile
 from mega_rl.config.schema.learning import EnvironmentConfig
-from mega_rl.config.schema.sampling import RolloutConfig
+from mega_rl.config.schema.sampling import RewardConfig, RolloutConfig
 from mega_rl.config.schema.sections import TOKENS_PER_MICROBATCH, DataConfig, TrainerConfig
 from mega_rl.errors import InputError
 from mega_rl.evaluation.weights import EvaluatedWeights
@@ -122,7 +123,7 @@ def settings_of(config: RunConfig, weights: EvaluatedWeights, is_greedy: bool) -
     data, rollout, unset = config.data, config.rollout, DataConfig()
     return {
         "weights": dict(weights.identity()),
-        "data": [{"name": Path(file).name, "sha256": _digest(Path(file), DATA)} for file in data.val_files],
+        "data": [_data_file(DataFile.of(entry)) for entry in data.val_files],
         "prompts": {
             name: getattr(data, name)
             for name in ("max_prompt_length", "filter_overlong_prompts", "chat_template", "system_prompt")
@@ -142,7 +143,7 @@ def settings_of(config: RunConfig, weights: EvaluatedWeights, is_greedy: bool) -
             "seeds": rollout.seeds,
             "vllm": dict(rollout.vllm),
         },
-        "rewards": [asdict(reward) | _source(reward.name) for reward in config.rewards],
+        "rewards": [_reward(reward) | _source(reward.name) for reward in config.rewards],
     } | _environment(config.environment)
 
 
@@ -152,6 +153,16 @@ def _environment(environment: EnvironmentConfig) -> dict[str, Any]:
         return {}
     of_answers = {name: value for name, value in asdict(environment).items() if name != "workers"}
     return {"environment": of_answers | _source(environment.name, "environment.name")}
+
+
+def _data_file(file: DataFile) -> dict[str, Any]:
+    found = {"name": Path(file.path).name, "sha256": _digest(Path(file.path), DATA)}
+    return found if file.max_rows is None else found | {"num_rows": file.max_rows}
+
+
+def _reward(reward: RewardConfig) -> dict[str, Any]:
+    """Without ``only`` where a reward is for every row, as evaluations that are there have it."""
+    return {name: value for name, value in asdict(reward).items() if value or name != "only"}
 
 
 def _source(reward: str, key: str = "rewards") -> dict[str, str]:

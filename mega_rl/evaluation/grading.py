@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_rl import types
 from mega_rl.config.checks.environment import ENVIRONMENT
 from mega_rl.config.schema.sampling import RewardConfig
+from mega_rl.config.schema.sources import rewards_of
 from mega_rl.errors import InputError
 from mega_rl.evaluation.records import GREEDY
 from mega_rl.rewards.functions.extraction import Extractor, extractor
@@ -26,6 +27,7 @@ class Grading:
     reward: str  # name of the part of a score
     right_at: float
     extract: Extractor | None  # None: responses have no answers that could be counted
+    rewards: tuple[RewardConfig, ...] = ()  # all, where some are for certain data sources only, see `of_source`
 
     @classmethod
     def of(
@@ -48,9 +50,23 @@ class Grading:
         if name is not None and name not in parts:
             known = [*parts, ENVIRONMENT] if has_environment else [*parts]
             raise InputError(f"--right-by is {name!r}: choose one of the rewards, {', '.join(known)}")
-        first = next((part for part, reward in parts.items() if needs_truth([reward])), next(iter(parts)))
-        chosen = name or first
-        return cls(chosen, right_at, extractor(parts[chosen].name, parts[chosen].options))
+        chosen = parts[name] if name is not None else _first(rewards)
+        by_source = tuple(rewards) if any(reward.only for reward in rewards) else ()
+        return cls(part_name(chosen.name), right_at, extractor(chosen.name, chosen.options), by_source)
+
+    def of_source(self, source: str) -> Grading:
+        """The same for the rows of a data source: by the first of its rewards where ``reward`` does not score them."""
+        own = rewards_of(self.rewards, source)
+        if not own or self.reward == ENVIRONMENT:
+            return self
+        chosen = next((reward for reward in own if part_name(reward.name) == self.reward), None) or _first(own)
+        extract = extractor(chosen.name, chosen.options)
+        return replace(self, reward=part_name(chosen.name), extract=extract, rewards=())
+
+
+def _first(rewards: Sequence[RewardConfig]) -> RewardConfig:
+    """The first that compares with the truth, else the first."""
+    return next((reward for reward in rewards if needs_truth([reward])), rewards[0])
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,7 @@ def outcomes(records: Iterable[Mapping[str, Any]], grading: Grading) -> list[Pro
 
 
 def _outcome(record: Mapping[str, Any], grading: Grading) -> ProblemOutcome:
-    responses = record["responses"]
+    responses, grading = record["responses"], grading.of_source(record["data_source"])
     values = {id(response): _value(response["parts"], grading.reward) for response in responses}
     known = [response for response in responses if values[id(response)] is not None]
     right = {key: value >= grading.right_at for key, value in values.items() if value is not None}

@@ -35,19 +35,28 @@ def summarise(
     for outcome in found:
         by_source[outcome.data_source].append(outcome)
     groups = dict(sorted(by_source.items())) | ({ALL: list(found)} if len(by_source) > 1 else {})
+    gradings = {name: grading.of_source(name) for name in sorted(by_source)}
+    voteless = {name: of_source.reward for name, of_source in gradings.items() if of_source.extract is None}
     notes = []
-    if ks and grading.extract is None:
-        notes.append(f"maj@k is left out: no answer can be read out of a response to the reward {grading.reward}")
+    if ks and voteless:
+        rewards = ", ".join(dict.fromkeys(voteless.values()))
+        notes.append(f"maj@k is left out: no answer can be read out of a response to the reward {rewards}")
     return {
-        "right": {"reward": grading.reward, "at_least": grading.right_at},
+        "right": {
+            "reward": ", ".join(dict.fromkeys(one.reward for one in gradings.values())),
+            "at_least": grading.right_at,
+        },
         "bootstrap": {"seed": bootstrap.seed, "num_resamples": bootstrap.num_resamples},
         "notes": notes,
-        "sources": {name: _of_source(group, ks, grading, bootstrap) for name, group in groups.items()},
+        "sources": {
+            name: _of_source(group, ks, all(o.data_source not in voteless for o in group), bootstrap)
+            for name, group in groups.items()
+        },
     }
 
 
 def _of_source(
-    found: Sequence[ProblemOutcome], ks: Sequence[int], grading: Grading, bootstrap: Bootstrap
+    found: Sequence[ProblemOutcome], ks: Sequence[int], has_votes: bool, bootstrap: Bootstrap
 ) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
 
@@ -59,7 +68,7 @@ def _of_source(
 
     add("greedy", [float(outcome.greedy) for outcome in found if outcome.greedy is not None])
     for name, of_problem in (("pass", _pass), ("maj", _majority)):
-        for k in ks if name == "pass" or grading.extract is not None else ():
+        for k in ks if name == "pass" or has_votes else ():
             add(f"{name}@{k}", [of_problem(outcome, k) for outcome in found if len(outcome.sampled) >= k])
     lengths = [length for outcome in found for length in outcome.lengths]
     num_responses = sum(outcome.num_responses for outcome in found)

@@ -13,7 +13,7 @@ from mega_rl.errors import shown
 from mega_rl.importers.draft.defaults import NAMED, default_of, defaults
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.reading import Given
-from mega_rl.importers.rules import areal, hf, hf_learned, mindspeed_rl, openrlhf, verl
+from mega_rl.importers.rules import areal, hf, hf_learned, mindspeed_rl, openrlhf, slime, swift, verl
 
 PROGRAMS: dict[str, Callable[[Draft], str]] = {
     "verl": verl.program,
@@ -22,6 +22,8 @@ PROGRAMS: dict[str, Callable[[Draft], str]] = {
     "areal": areal.program,
     "openrlhf": openrlhf.program,
     "mindspeed_rl": mindspeed_rl.program,
+    "slime": slime.program,
+    "swift": swift.program,
 }
 RULES: dict[str, dict[str, Rule]] = {
     "verl": verl.RULES,
@@ -30,6 +32,8 @@ RULES: dict[str, dict[str, Rule]] = {
     "areal": areal.RULES,
     "openrlhf": openrlhf.RULES,
     "mindspeed_rl": mindspeed_rl.RULES,
+    "slime": slime.RULES,
+    "swift": swift.RULES,
 }
 assert RULES.keys() == PROGRAMS.keys() == NEIGHBOURS.keys()
 NO_LIMIT = {"checkpoint.keep_checkpoints": 0, "data.max_val_samples": None}

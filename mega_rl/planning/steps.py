@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from mega_rl.config.schema.data_file import DataFile
 from mega_rl.config.schema.sections import RunConfig
 from mega_rl.config.schema.stage import samples, sequences_per_row
 from mega_rl.parallel.layout import ParallelLayout
@@ -26,7 +27,7 @@ class RunLength:
 
 def run_length(config: RunConfig) -> RunLength:
     data, trainer = config.data, config.trainer
-    counts = [_count_rows(Path(name)) for name in data.train_files]
+    counts = [_count_rows(DataFile.of(entry)) for entry in data.train_files]
     num_rows = sum(count for count in counts if count is not None) if counts and None not in counts else None
     per_epoch = None if num_rows is None else num_rows // data.train_batch_size
     total = trainer.total_steps
@@ -37,13 +38,16 @@ def run_length(config: RunConfig) -> RunLength:
     return RunLength(num_rows, per_epoch, total, sequences, sequences * longest)
 
 
-def _count_rows(file: Path) -> int | None:
-    if not file.is_file():
+def _count_rows(file: DataFile) -> int | None:
+    path = Path(file.path)
+    if not path.is_file():
         return None
-    if file.suffix == ".parquet":
-        return int(pq.read_metadata(file).num_rows)
-    with file.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
+    if path.suffix == ".parquet":
+        count = int(pq.read_metadata(path).num_rows)
+    else:
+        with path.open("rb") as lines:
+            count = sum(1 for line in lines if line.strip())
+    return count if file.max_rows is None else min(count, file.max_rows)
 
 
 def budget_of(config: RunConfig) -> int:

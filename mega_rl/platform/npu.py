@@ -82,10 +82,13 @@ class NpuPlatform:
 
     def prepare(self, mindspeed: MindSpeedConfig | None = None) -> Sequence[str]:
         settings = mindspeed or MindSpeedConfig()
-        if mindspeed_adaptor.is_used(settings):
-            return mindspeed_adaptor.enable(settings)
-        accelerator.install(self.name, _torch_npu())
-        return mindspeed_adaptor.without(settings)
+        fallback = mindspeed_adaptor.without(settings)
+        if fallback is not None:
+            accelerator.install(self.name, _torch_npu())
+            return fallback
+        lines, kernels = mindspeed_adaptor.enable(settings)
+        self.operators = AscendOperators(kernels)
+        return lines
 
     def actor_device(self, assigned: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> int:
         return ascend_devices.ray_device(assigned["NPU"], environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Protocol
 
 from mega_rl.config.checks.environment import ENVIRONMENT, TURNS
 from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
+from mega_rl.config.schema.sources import claims, repeated
 from mega_rl.config.schema.stage import WORKERS_PER_RANK
 from mega_rl.errors import InputError
 from mega_rl.rewards.functions.images import Encoded, Lent
@@ -35,10 +37,15 @@ AskOwner = Callable[[int], "Future[Answers]"]  # what a rank's workers say of th
 class WeightedReward:
     name: str  # of the part in a Score
     weight: float
+    only: tuple[str, ...] = ()  # data sources whose rows it scores, see `claims`; (): every row
 
 
 class CollectiveReward(Protocol):
     """Scores what workers cannot: many trajectories at once, on all ranks together, when sampling has ended."""
+
+    def scores(self, source: str) -> bool:
+        """Whether it scores the rows of a data source."""
+        ...
 
     def complete(
         self, summaries: Sequence[TrajectorySummary], scores: Sequence[Score], source: TokenSource
@@ -71,6 +78,7 @@ class Scorer:
         self._pictures = pictures if pictures is not None and pool is not None and pool.takes_images else {}
         self._lent = Lent()
         self._of_nodes: Pool | None = None
+        self._of_source: dict[str, tuple[int, ...]] = {}  # data source -> places of the rewards that score its rows
         self._owners: Mapping[int, AskOwner] = {}
         self._closing: list[Callable[[], None]] = []
 
@@ -96,12 +104,24 @@ class Scorer:
         """
         if self.pool is None:
             return [Score(0.0) for _ in trajectories]
+        by_rewards: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, trajectory in enumerate(trajectories):
+            by_rewards[self._rewards_of(trajectory.prompt.data_source)].append(number)
+        found: dict[int, Score] = {}
         try:
-            answers = _answers(self.pool.submit([pack(self._sample(trajectory)) for trajectory in trajectories]))
+            packed = [pack(self._sample(trajectory)) for trajectory in trajectories]
+            submitted = [
+                (places, numbers, self.pool.submit([packed[number] for number in numbers], places))
+                for places, numbers in by_rewards.items()
+            ]
+            for places, numbers, answered in submitted:
+                answers = _answers(answered)
+                for position, number in enumerate(numbers):
+                    found[number] = self._score(places, [of_reward[position] for of_reward in answers])
         finally:
             for trajectory in trajectories:
                 self._lent.give_back(self._seen(trajectory))
-        return [self._score([of_reward[i] for of_reward in answers]) for i in range(len(trajectories))]
+        return [found[number] for number in range(len(trajectories))]
 
     def start(self, trajectory: Response) -> Future[Score]:
         """Start to score a trajectory; it waits for no other one that was started, but for a free worker.
@@ -109,17 +129,19 @@ class Scorer:
         The future raises what `score` does.
         """
         result: Future[Score] = Future()
-        known, has_rewards = None, self.pool is not None or self.collective is not None
+        of = trajectory.summary if isinstance(trajectory, HandedTrajectory) else trajectory.prompt
+        source, places = of.data_source, self._rewards_of(of.data_source)
+        known, has_rewards = None, bool(places) or (self.collective is not None and self.collective.scores(source))
         turn_rewards: tuple[float, ...] = ()
         if trajectory.episode is not None:
             known, turn_rewards = score_of(trajectory.episode, has_rewards), trajectory.episode.turn_rewards
-        if known is not None or self.pool is None:
+        if known is not None or self.pool is None or not places:
             result.set_result(known or with_turns(Score(0.0), turn_rewards))
             return result
 
         def finish(answered: Future[Answers]) -> None:
             try:
-                score = self._score([of_reward[0] for of_reward in _answers(answered)])
+                score = self._score(places, [of_reward[0] for of_reward in _answers(answered)])
                 result.set_result(with_turns(score, turn_rewards))
             except InputError as error:
                 result.set_exception(error)
@@ -136,9 +158,17 @@ class Scorer:
 
     def answers(self, trajectory: Trajectory, pool: Pool) -> Future[Answers]:
         """What workers say of a trajectory; called in any thread."""
-        answered = pool.submit([pack(self._sample(trajectory))])
+        source = trajectory.prompt.data_source
+        answered = pool.submit([pack(self._sample(trajectory))], self._rewards_of(source))
         answered.add_done_callback(lambda _: self._lent.give_back(self._seen(trajectory)))
         return answered
+
+    def _rewards_of(self, source: str) -> tuple[int, ...]:
+        """The places of the rewards that score the rows of a data source."""
+        if source not in self._of_source:
+            places = [place for place, reward in enumerate(self.rewards) if claims(reward.only, source)]
+            self._of_source[source] = tuple(places)
+        return self._of_source[source]
 
     def _sample(self, trajectory: Trajectory) -> Sample:
         prompt, episode = trajectory.prompt, trajectory.episode
@@ -157,10 +187,16 @@ class Scorer:
         """The pictures that are sent with it."""
         return [self._pictures[image.key] for image in trajectory.prompt.images] if self._pictures else []
 
-    def _score(self, answers: list[Answer]) -> Score:
+    def _score(self, places: Sequence[int], answers: list[Answer]) -> Score:
+        """
+        Args:
+            places: of the rewards that score the trajectory.
+            answers: theirs.
+        """
         parts: dict[str, float] = {}
         unknown: dict[str, UnknownReward] = {}
-        for reward, value in zip(self.rewards, answers, strict=True):
+        rewards = [self.rewards[place] for place in places]
+        for reward, value in zip(rewards, answers, strict=True):
             if isinstance(value, float):
                 parts[reward.name] = value
             elif isinstance(value, dict):
@@ -168,7 +204,7 @@ class Scorer:
                 parts |= {f"{reward.name}/{name}": figure for name, figure in value.items() if name != SCORE}
             else:
                 unknown[reward.name] = UnknownReward(*value)
-        total = sum(reward.weight * parts.get(reward.name, math.nan) for reward in self.rewards)
+        total = sum((reward.weight * parts.get(reward.name, math.nan) for reward in rewards), 0.0)
         return Score(total, parts, unknown)
 
     def close(self) -> None:
@@ -188,7 +224,9 @@ def score_of(episode: Outcome, has_rewards: bool) -> Score | None:
         total = (episode.reward or 0.0) + sum(episode.turn_rewards)
         return Score(total, {ENVIRONMENT: total}, turn_rewards=episode.turn_rewards)
     if not has_rewards:
-        return Score(math.nan, {}, {ENVIRONMENT: UnknownReward("missing", "gave none, and the list rewards is empty")})
+        return Score(
+            math.nan, {}, {ENVIRONMENT: UnknownReward("missing", "gave none, and no entry of rewards is for it")}
+        )
     return None
 
 
@@ -220,7 +258,7 @@ def start_workers(rewards: Sequence[RewardConfig], workers: RewardWorkersConfig,
 
 
 def weighted(rewards: Sequence[RewardConfig]) -> list[WeightedReward]:
-    """Names and weights; raises InputError for none, for impossible weights and for the same name twice."""
+    """Names, weights and sources; raises InputError for none, for impossible weights and for the same name twice."""
     if not rewards:
         raise InputError(f"rewards is empty: list at least one, such as {', '.join(BUILT_IN)}")
     for reward in rewards:
@@ -228,11 +266,10 @@ def weighted(rewards: Sequence[RewardConfig]) -> list[WeightedReward]:
             raise InputError(
                 f"rewards: the weight of {reward.name} is {reward.weight}; give a finite number, up to {MAX_VALUE:g}"
             )
-    found = [WeightedReward(part_name(reward.name), reward.weight) for reward in rewards]
-    names = [reward.name for reward in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputError(f"rewards lists {twice[0]} twice: keep one, or give the functions different names")
-    return found
+    names = [part_name(reward.name) for reward in rewards]
+    if (twice := repeated(names, rewards)) is not None:
+        raise InputError(f"rewards lists {twice} twice: keep one, or give the functions different names")
+    return [WeightedReward(name, r.weight, tuple(r.only)) for name, r in zip(names, rewards, strict=True)]
 
 
 def _answers(answered: Future[Answers]) -> Answers:

@@ -38,7 +38,7 @@ def train(job: SamplingJob) -> None:
     total_steps = progress.total_steps(config, prompts.steps_per_epoch)
     noise = noise_of(job, total_steps)
     scorer = scorer_of(job)
-    held_out = validation_prompts(job)
+    held_out = validation_prompts(job, prompts)
     actor = trainer.actor(job, trainer.policy_updates(config, total_steps))
     # Both take the actor for what model.path holds: it is resumed after them.
     reference = trainer.reference(job, actor)

@@ -98,6 +98,7 @@ def after_torch_npu(module: ModuleType) -> None:
     kernels, stand_ins, of_rollout, operators = (importlib.import_module(f"tests.npu.{name}") for name in names)
     kernels.install(stand_ins.STAND_INS)
     kernels.replace("npu", operators.ROLLOUT)
+    kernels.send_one_by_one()
     of_rollout.prepare_torch()
     module.npu.is_jit_compile_false = lambda: True  # CANN's answer on an Atlas A2: convolutions keep their format
     if folder := os.environ.get(COUNTS_VARIABLE):

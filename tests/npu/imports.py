@@ -24,6 +24,12 @@ AFTER = {
     "vllm.model_executor.models.registry": "rollout.after_registry",
     "vllm.v1.worker.block_table": "rollout.after_block_table",
     "mega_rl.platform.contract.versions": "rollout.after_versions",
+    "mindspeed.core.transformer.flash_attention.flash_attention.adaptor": "mindspeed_operators.after_attention",
+    "mindspeed.core.fusions.fused_rms_norm": "mindspeed_operators.after_rms_norm",
+    "mindspeed.core.fusions.fused_bias_swiglu": "mindspeed_operators.after_swiglu",
+    "mindspeed.te.pytorch.permutation": "mindspeed_operators.after_permutation",
+    "mindspeed.core.optimizer.adamw": "mindspeed_operators.after_adamw",
+    "mindspeed.op_builder.builder": "mindspeed_operators.after_builder",
 }
 # What only an NPU compiles for: kernels of triton-ascend, and graphs. It can be imported, and not called.
 UNCOMPILED = ("mindspeed.ops.triton.", "torch_npu.dynamo.torchair", "torchair.")

@@ -191,6 +191,24 @@ def _matmul_backward(
     return (grad @ other.t() if mask[0] else None), (rows.t() @ above if mask[1] else None)
 
 
+def send_one_by_one() -> None:
+    """Messages between pipeline stages are sent by the operators of c10d, as a backend without batches has them.
+
+    torch_npu asks HCCL itself for a batch of them, beneath all operators.
+    """
+    import torch.distributed as dist
+
+    def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Any]:
+        works = []
+        for message in p2p_op_list:
+            peer = {"group_dst" if message.op is dist.isend else "group_src": message.group_peer}
+            works.append(message.op(message.tensor, group=message.group, tag=message.tag, **peer))
+        return [work for work in works if work is not None]
+
+    for module in (dist, dist.distributed_c10d):
+        module.batch_isend_irecv = batch_isend_irecv  # type: ignore[attr-defined]
+
+
 def keep_counts(folder: Path) -> None:
     """In a file of this process, at its end and every second before: Ray kills its workers."""
     atexit.register(_write_counts, folder)

@@ -125,4 +125,4 @@ assert torch.compile is compiled and dist.all_reduce is dist.distributed_c10d.al
 def test_the_real_mindspeed_patches_megatron() -> None:
     out = python(REAL).check().stdout
     assert "MindSpeed " in out and " replaced " in out and "megatron.core.transformer.transformer_config: " in out
-    assert "use_flash_attn: attention runs on npu_fusion_attention" in out
+    assert out.count(" by MindSpeed (") == 6 and "attention by MindSpeed (use_flash_attn: mindspeed.core" in out

@@ -217,7 +217,16 @@ HEALTHY = RecordedHost(
     probes={
         "kernels": reported(matmul={"float32": 3e-7, "bfloat16": 2e-3}, attention=8e-3),
         "collective": reported(host=True, num_devices=8, device=True),
-        "megatron": reported(engine="e", version="0.16.1", mindspeed=True),
+        "megatron": reported(
+            engine="e",
+            version="0.16.1",
+            mindspeed=True,
+            prepared=[
+                "MindSpeed 0.16.0 replaced 9 functions",
+                "fused operators",
+                "  attention by MindSpeed (use_flash_attn)",
+            ],
+        ),
         "sampler": reported(version="0.23.0", device_type="npu", implementation="vllm_ascend.platform.NPUPlatform"),
     },
     disks={

@@ -79,7 +79,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "flash_attn": ("mega_rl/platform/cuda.py",),
     "liger_kernel": ("mega_rl/platform/operators/compiled.py",),
     "torch_npu": ("mega_rl/platform/npu.py", "mega_rl/platform/operators/npu_kernels.py"),
-    "mindspeed": ("mega_rl/platform/ascend/mindspeed.py",),
+    "mindspeed": ("mega_rl/platform/ascend/mindspeed.py", "mega_rl/platform/ascend/mindspeed_kernels.py"),
 }
 DEVICE_NAME = re.compile(r"(cuda|nccl)(:.*)?|.*CUDA_VISIBLE_DEVICES.*", re.DOTALL)
 

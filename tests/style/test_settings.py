@@ -9,9 +9,10 @@ from pathlib import Path
 from mega_rl.config.reading.typed import leaf_names
 
 REPO = Path(__file__).resolve().parents[2]
-# Lowered whenever a key goes; a new key takes the place of another one. The last one is rollout.batch_invariant: what a
-# step's samples promise must be part of a checkpoint's rules, which an environment variable is not.
-MAX_SETTINGS = 206
+# Lowered whenever a key goes; a new key takes the place of another one. The last two are rollout.batch_invariant: what
+# a step's samples promise must be part of a checkpoint's rules, which an environment variable is not; rewards[].only:
+# which rows a reward is for has no other place than its entry.
+MAX_SETTINGS = 207
 
 
 def settings(names: Iterable[str]) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mega_rl.config.checks.adapters import adapter_problems
 from mega_rl.config.checks.algorithm import algorithm_problems
+from mega_rl.config.checks.data_files import data_file_problems
 from mega_rl.config.checks.environment import environment_problems, score_parts
 from mega_rl.config.checks.model import model_problems
 from mega_rl.config.checks.rules import rules
@@ -15,6 +16,7 @@ from mega_rl.config.checks.sampling import sampling_problems
 from mega_rl.config.schema.limits import Rule, any_number, text
 from mega_rl.config.schema.megatron_fields import field_problems
 from mega_rl.config.schema.sections import RunConfig
+from mega_rl.config.schema.sources import repeated
 from mega_rl.config.schema.stage import MODEL_REWARD, REFERENCE_FREE, STAGES, has_critic, reward_model, samples
 from mega_rl.errors import input_error, shortened, shown
 from mega_rl.models.files import tokenizer_problem, weights_problem
@@ -24,7 +26,6 @@ MANIFEST = "manifest.json"  # what every whole checkpoint of the trainer has
 RECORDED = "step_*.jsonl"  # the files of recorded rollouts
 MAX_NAME_BYTES = 255  # of one part of a path
 OTHER_ADAMS = ("optimizer_selection", "swap_optimizer")  # features of MindSpeed
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def validate(config: RunConfig, world_size: int | None = None, has_files: bool = True) -> None:
@@ -52,7 +53,7 @@ def problems(config: RunConfig, world_size: int | None = None, has_files: bool =
     _data(found)
     if has_files:
         _model_files(found)
-        _data_files(found)
+        found.lines += data_file_problems(config)
     found.lines += adapter_problems(config, has_files)
     _trainer(found)
     _optimizer(found)
@@ -114,26 +115,6 @@ def _data(found: _Problems) -> None:
     for key, is_set in {"mask_spans": data.mask_spans, "rewritten_history": data.rewritten_history != "refuse"}.items():
         if is_set and found.good(f"data.{key}") and found.config.trainer.stage != "sft":
             found.add(f"data.{key} is set, but only trainer.stage sft reads it: leave it out")
-
-
-def _data_files(found: _Problems) -> None:
-    data = found.config.data
-    if not data.train_files:
-        found.add("data.train_files is []: give at least one .jsonl, .json or .parquet file")
-    if not data.val_files and found.config.validation.test_freq > 0:
-        freq = found.config.validation.test_freq
-        found.add(
-            f"data.val_files is [] but validation.test_freq is {freq}: give a file, or set validation.test_freq to -1"
-        )
-    for field, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
-        for name in files:
-            if not os.path.isfile(name):
-                reason = "is not a file" if os.path.exists(name) else "does not exist"
-                found.add(f"{field} has {shown(name)}, which {reason}: give an existing .jsonl, .json or .parquet file")
-            elif Path(name).suffix not in DATA_SUFFIXES:
-                found.add(
-                    f"{field} has {shown(name)}, whose format is not known: convert it to .jsonl, .json or .parquet"
-                )
 
 
 def _trainer(found: _Problems) -> None:
@@ -302,7 +283,6 @@ def _placement(found: _Problems) -> None:
 def _rewards(found: _Problems) -> None:
     rewards = found.config.rewards
     found.lines += environment_problems(found.config)
-    names: set[str] = set()
     for index, reward in enumerate(rewards):
         field = f"rewards[{index}]"
         if not any_number().holds(reward.weight):
@@ -311,11 +291,19 @@ def _rewards(found: _Problems) -> None:
             found.add(f"{field}.name is {shown(reward.name)}: set it to a reward's name or to package.module:function")
             continue
         name = f"{field}.name is {shown(reward.name)}"
-        if reward.name in names:
-            found.add(f"{name}, which stands twice, and metrics go by name: remove one, or add weights")
+        earlier = [other.name for other in rewards[:index]]
+        is_second_model = reward.name == MODEL_REWARD and MODEL_REWARD in earlier
+        if is_second_model or repeated([*earlier, reward.name], rewards[: index + 1]) == reward.name:
+            found.add(
+                f"{name}, which stands twice, and metrics go by name: remove one, add weights, or let each name its "
+                "data sources in only"
+            )
+        if not all(map(text().holds, reward.only)):
+            found.add(
+                f"{field}.only is {shown(reward.only)}: set it to a list of names of data sources, or leave it out"
+            )
         if reward.name.endswith(f":{MODEL_REWARD}") and reward_model(found.config) is not None:
             found.add(f"{name}, and another reward is the built-in {MODEL_REWARD}: rename the function")
-        names.add(reward.name)
         if reward.name == MODEL_REWARD and (
             set(reward.options) != {"path"} or not text().holds(reward.options["path"])
         ):

@@ -21,6 +21,8 @@ NEIGHBOURS = {
     "areal": "AReaL",
     "openrlhf": "OpenRLHF",
     "mindspeed_rl": "MindSpeed-RL",
+    "slime": "slime",
+    "swift": "ms-swift",
 }
 HERE = Path(__file__).resolve().parent
 Kind = Literal["set", "rules", "same", "none", "passed"]
@@ -34,7 +36,7 @@ class Entry:
     kind: Kind
     to: tuple[str, ...] = ()  # keys of ours
     words: dict[Any, Any] = field(default_factory=dict)  # kind set: their word -> ours; empty: as it is
-    reason: str = ""  # kinds rules, same and none: the sentence in reasons.yaml, and the name of the rule
+    reason: str = ""  # kinds rules, same and none: the sentence in reasons*.yaml, and the name of the rule
     off: tuple[Any, ...] = ()  # kind none: values that mean that the feature is off, so that nothing is missing
 
 
@@ -72,7 +74,7 @@ def _below(key: str, pattern: str) -> bool:
 @cache
 def reasons() -> dict[str, dict[str, dict[str, str]]]:
     """Kind -> name -> language (``en`` or ``zh``) -> sentence."""
-    tree: dict[str, dict[str, dict[str, str]]] = _read("reasons")
+    tree: dict[str, dict[str, dict[str, str]]] = _read("reasons") | _read("reasons_of_rules")
     return tree
 
 
@@ -167,7 +169,7 @@ def key_lines(name: str, language: str) -> list[str]:
         text = text or ", ".join(f"{word}: {now}" for word, now in entry.words.items() if word != now)
         off = f" ({', '.join(map(_yaml_word, entry.off))})" if entry.off else ""
         lines.append(f"{theirs} -> {ours}" + (f"  # {text}{off}" if text else ""))
-    return lines + [f"{old} -> {now}" for old, now in sorted(table(name).aliases.items())]
+    return lines + [f"{old} -> {now}".rstrip() for old, now in sorted(table(name).aliases.items())]
 
 
 def metric_lines(name: str) -> list[str]:

@@ -14,11 +14,12 @@ Layers = Literal["local", "transformer_engine"]
 
 @dataclass
 class MindSpeedConfig:
-    """MindSpeed's patches of Megatron-core; ``npu`` only."""
+    """MindSpeed's operators, and its patches of Megatron-core; ``npu`` only."""
 
-    # auto: use MindSpeed if it is installed | required: stop if it is not | off: use only torch_npu's operators
+    # auto: use MindSpeed if it is installed and fits | required: stop if not | off: call torch_npu's operators directly
     mode: Literal["auto", "required", "off"] = "auto"
-    # MindSpeed's own argument names (dashes or underscores) and values, checked against the installed MindSpeed
+    # MindSpeed's own argument names (dashes or underscores) and values, checked against the installed MindSpeed; fused
+    # operators are on unless false
     features: dict[str, Any] = field(default_factory=dict)
 
 

@@ -130,11 +130,13 @@ class AqnConfig:
 
 @dataclass
 class RewardConfig:
-    """One entry of the list ``rewards``; the reward of a sample is the weighted sum of all entries."""
+    """One entry of the list ``rewards``; the reward of a sample is the weighted sum of the entries for its source."""
 
     name: str = MISSING  # a built-in reward, or "package.module:function", or "path/to/file.py:function"
     weight: float = 1.0  # factor of this reward in the sum of all
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the reward
+    # data sources (column data_source) whose rows it scores, as names or shell patterns; []: every row
+    only: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -71,8 +71,9 @@ class ModelConfig:
 class DataConfig:
     """Which files are read, how long their rows may be, and how a batch is drawn."""
 
-    train_files: list[str] = field(default_factory=list)  # .jsonl, .json or .parquet; one file needs no list
-    val_files: list[str] = field(default_factory=list)  # held-out data in the same formats; []: no validation
+    # .jsonl, .json or .parquet; FILE[:N] takes the first N rows of a file; one file needs no list
+    train_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)  # held-out data in the same forms; []: no validation
     max_prompt_length: PositiveInt = 512  # tokens
     max_response_length: PositiveInt = 1024  # tokens
     max_pixels: PositiveInt = 1_003_520  # of a picture; a larger one is made smaller (at 28 x 28 a token, 1,280 tokens)
@@ -90,7 +91,7 @@ class DataConfig:
     # split: such a turn begins a row of its own, in the context that the template gives it | keep: earlier turns stay
     # as they were written
     rewritten_history: Literal["refuse", "split", "keep"] = "refuse"
-    # use only this many rows of the validation data, from its start; null: all
+    # use only this many rows of the validation data, all of its files together, from its start; null: all
     max_val_samples: PositiveInt | None = None
 
 
@@ -103,7 +104,8 @@ class DynamicSamplingConfig:
     oversample: Annotated[float, between(1, 1000)] = 1.0
     # a step draws at most this x data.train_batch_size prompts, then learns from what it has
     budget: Annotated[float, between(1, MANY)] = 10.0
-    metric: Text | None = None  # the reward (by name) that must differ within a group; null: the weighted sum of all
+    # the reward (by name) that must differ within a group; null, or where a row has no such reward: the weighted sum
+    metric: Text | None = None
 
 
 @dataclass

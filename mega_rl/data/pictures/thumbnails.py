@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping, Sequence, Set
-from pathlib import Path
 
 from mega_rl.data.pictures.pictures import FilePicture, encoded_pictures, opened
-from mega_rl.data.rows.rows import Row, each_row
+from mega_rl.data.rows.rows import Row, rows_of
 from mega_rl.errors import InputError
 from mega_rl.types import Prompt
 
@@ -63,7 +62,7 @@ class RecordedPictures:
         if not files:
             raise InputError(f"{key} is empty: the data of the run is not known")
         self._rows: dict[int, Row] = {}
-        for index, row in enumerate(row for file in files for row in each_row(Path(file), key)):
+        for index, row in enumerate(rows_of(files, key)):
             if index in wanted:
                 self._rows[index] = row
                 if len(self._rows) == len(wanted):

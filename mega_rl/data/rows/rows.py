@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mega_rl.config.schema.data_file import DataFile
 from mega_rl.config.schema.sections import DataConfig
 from mega_rl.errors import InputError, shortened
 
@@ -49,7 +51,7 @@ class DataFiles:
 
     paths: list[str]
     key: str = "data.train_files"  # the configuration field that lists them, for messages
-    max_samples: int | None = None  # the first rows only, before anything is left out; None: all
+    max_samples: int | None = None  # of all files together, the first rows only, before anything is left out
 
     @classmethod
     def validation(cls, data: DataConfig, key: str = "data.val_files") -> DataFiles:
@@ -65,7 +67,7 @@ def read_rows(files: list[str], key: str) -> list[Row]:
     """The rows of all files, in order.
 
     Args:
-        files: ``.jsonl``, ``.json`` (one array) or ``.parquet`` paths.
+        files: ``.jsonl``, ``.json`` (one array) or ``.parquet`` paths, or ``FILE[:N]`` for the first N rows of one.
         key: the configuration field that lists them, for messages.
 
     Raises:
@@ -73,7 +75,17 @@ def read_rows(files: list[str], key: str) -> list[Row]:
     """
     if not files:
         raise InputError(f"{key} is empty: list at least one .jsonl, .json or .parquet file")
-    return [row for file in files for row in each_row(Path(file), key)]
+    return list(rows_of(files, key))
+
+
+def rows_of(files: Iterable[str], key: str) -> Iterator[Row]:
+    """The rows of all files, one after another; of ``FILE[:N]`` the first N.
+
+    Raises:
+        InputError: as ``each_row``.
+    """
+    for file in map(DataFile.of, files):
+        yield from islice(each_row(Path(file.path), key), file.max_rows)
 
 
 def each_row(path: Path, key: str) -> Iterator[Row]:
@@ -83,8 +95,9 @@ def each_row(path: Path, key: str) -> Iterator[Row]:
         InputError: as ``read_rows``, once what is wrong is reached.
     """
     if path.suffix not in READERS:
+        hint = ", or write FILE[:N] for the first N rows" if path.name.endswith("]") else ""
         raise InputError(
-            f"{key}: {shortened(str(path))} is neither .jsonl, .json nor .parquet; convert it or rename it"
+            f"{key}: {shortened(str(path))} is neither .jsonl, .json nor .parquet; convert it or rename it{hint}"
         )
     if not os.path.isfile(path):
         raise InputError(

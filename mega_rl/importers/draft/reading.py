@@ -16,12 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mega_rl.config.reading.yaml_text import parse_yaml
 from mega_rl.errors import InputError, shortened
-from mega_rl.importers.draft.words import MAX_CHARACTERS, UNKNOWN, expanded, shell_lines, variables
+from mega_rl.importers.draft.words import MAX_CHARACTERS, UNKNOWN, arrays, expanded, shell_lines, variables
 
 _HYDRA = re.compile(r"^[+~]{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 _TOP = re.compile(r"^\+{0,2}([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)(?:=(.*))?$", re.DOTALL)
 _REFERENCE = re.compile(r"\$(?:\w+|\{\w+(?:\[[@*]\])?\})")
+_ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_REDIRECTED = re.compile(r"^\d?>")
 _UV = re.compile(r"^(?:\w+=\()?uv$")  # also at the beginning of an array
 _NOT_TASKS = re.compile(r"^(?:\w+/)*(?:python3?|bash|sh|torchrun|accelerate|deepspeed|launch|ray|job|submit)$")
 # Commands that configure nothing of a training, at the beginning of a line.
@@ -29,10 +31,13 @@ _OTHERS = frozenset(
     ("apt", "apt-get", "cd", "conda", "curl", "docker", "echo", "git", "gpg", "hf", "huggingface-cli", "mkdir")
     + ("modelscope", "nvidia-smi", "pip", "sky", "sudo", "systemctl", "wget")
 )
+_OTHER_TASKS = re.compile(r"(?:swift|megatron) (?:app|deploy|eval|export|infer|merge-lora|rollout|sample|web-ui)")
 # Calls in Python whose keywords are no arguments of a training.
 _OTHER_CALLS = ("basicConfig", "GenerationConfig", "ProcessorConfig")
 # Flags of launchers, which stand before the program, take one value or none; all other flags take what follows them.
-_PROGRAM = re.compile(r"\.py$|^\w+(?:\.\w+)+$|^(?:trl|llamafactory-cli|areal|sft|grpo|dpo|kto|reward|rloo|train)$")
+_PROGRAM = re.compile(
+    r"\.py$|^\w+(?:\.\w+)+$|^(?:trl|llamafactory-cli|areal|megatron|swift|rlhf|pt|sft|grpo|dpo|kto|reward|rloo|train)$"
+)
 
 
 @dataclass
@@ -43,6 +48,7 @@ class Given:
     program: list[str] = field(default_factory=list)  # words that name what is run, such as ``trl`` and ``grpo``
     twice: dict[str, Any] = field(default_factory=dict)  # key -> the value that a later one replaced
     unresolved: dict[str, str] = field(default_factory=dict)  # key -> the shell variable that its value needs
+    environment: dict[str, str] = field(default_factory=dict)  # the variables of a shell text
 
     def put(self, key: str, value: Any) -> None:
         if key in self.values and self.values[key] != value:
@@ -124,15 +130,26 @@ def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _from_shell(text: str, known: Mapping[str, str]) -> Given:
     lines = shell_lines(text)
-    values = variables(lines) | dict(known)
-    given = Given()
+    values, listed = variables(lines) | dict(known), arrays(lines)
+    given = Given(environment=values)
     for line in lines:
-        _read_line(_command([part for word in line for part in _parts(word, values)]), given)
+        words = [part for word in line for part in _elements(word, listed, values)]
+        if words:
+            _read_line(_command([part for word in words for part in _parts(word, values)]), given)
     if not given.values:
         raise InputError(
             f"{shortened(text.strip())!r} holds no keys: give a configuration file, a script or a whole command line"
         )
     return given
+
+
+def _elements(word: str, listed: Mapping[str, list[str]], values: Mapping[str, str]) -> list[str]:
+    """The word, or what is in an array; nothing of one that holds keys, which are read where they stand."""
+    found = _ELEMENTS.fullmatch(word)
+    if found is None or found[1] in values:
+        return [word]
+    inner = listed.get(found[1], [])
+    return [] if any(_HYDRA.match(part) or _FLAG.match(part) for part in inner) else inner
 
 
 def _parts(word: str, values: Mapping[str, str]) -> list[str]:
@@ -145,9 +162,13 @@ def _parts(word: str, values: Mapping[str, str]) -> list[str]:
 
 
 def _command(words: list[str]) -> list[str]:
-    """Without the flags of ``uv run``, which are no keys; nothing of a command that starts no training."""
-    if words[0] in _OTHERS:
+    """Without the flags of ``uv run`` and Ray, which are no keys; nothing of a command that starts no training."""
+    if any(_OTHER_TASKS.fullmatch(f"{first} {second}") for first, second in pairwise(words)):
         return []
+    if words[0] in _OTHERS or words[:2] in (["ray", "start"], ["ray", "stop"]):
+        return []
+    if words[:3] == ["ray", "job", "submit"] and "--" in words:
+        words = words[words.index("--") + 1 :]
     start = next(
         (place for place, pair in enumerate(pairwise(words)) if _UV.search(pair[0]) and pair[1] == "run"), None
     )
@@ -183,7 +204,12 @@ def _read_line(words: list[str], given: Given) -> None:
 
 
 def _is_value(word: str) -> bool:
-    return not _FLAG.match(word) and not _HYDRA.match(word) and word not in (")", "--", "\\")
+    return (
+        not _FLAG.match(word)
+        and not _HYDRA.match(word)
+        and word not in (")", "--", "\\")
+        and not _REDIRECTED.match(word)
+    )
 
 
 def _put(given: Given, key: str, texts: list[str]) -> None:

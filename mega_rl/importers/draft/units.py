@@ -13,8 +13,6 @@ from mega_rl.importers.draft.draft import Draft
 _SEES = re.compile(r"(?<![a-z])(?:vl|vlm|vision|omni|internvl\d*|llava)(?![a-z])", re.IGNORECASE)  # in names of models
 _SHARDS = re.compile(r"z(?:ero)?(?:_stage=|[-_]?)3|fsdp", re.IGNORECASE)
 A_DAY = 86_400.0
-# What stands in the name of a data file or data set -> the reward for it.
-DATA_REWARDS = {"gsm8k": "gsm8k", "dapo": "dapo_math", "aime": "dapo_math", "math": "math_verify", "code": "code_tests"}
 
 
 def set_warmup(draft: Draft, keys: Iterable[str], *, steps: float | None, ratio: float | None) -> None:
@@ -77,21 +75,6 @@ def exact(whole: float, part: float, what: str, draft: Draft) -> int:
     if number * part != whole:
         draft.notes.append(f"{what}: {whole:g} / {part:g} is rounded up to {number}")
     return number
-
-
-def guess_reward(draft: Draft, names: Iterable[Any]) -> str | None:
-    """The reward for data of that name, with a note; none if several data sets need different ones."""
-    each = [str(part).lower() for name in names for part in as_list(name)]
-    found = [next((reward for part, reward in DATA_REWARDS.items() if part in text), None) for text in each if text]
-    wanted = sorted({reward for reward in found if reward is not None})
-    if len(wanted) > 1:
-        draft.notes.append(
-            f"rewards: the data sets need {' and '.join(wanted)}, each its own; one is given to all here"
-        )
-        return None
-    if wanted:
-        draft.notes.append(f"rewards: {wanted[0]} is chosen by the name of the data: check that it fits")
-    return wanted[0] if wanted else None
 
 
 def set_vision(draft: Draft, key: str) -> None:

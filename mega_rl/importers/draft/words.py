@@ -15,6 +15,7 @@ LITERAL = "\ue000"  # stands for a dollar sign between single quotes, which expa
 UNKNOWN = "\ue001"  # begins the name of a variable whose value the text does not hold
 _ENDS = ";|&\n"
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+_ARRAY = re.compile(r"^([A-Za-z_]\w*)\+?=\((.*)$", re.DOTALL)
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -123,6 +124,21 @@ def variables(lines: list[list[str]]) -> dict[str, str]:
                 value = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", lambda _, text=before: text, value)
                 if len(value) <= MAX_VALUE:
                     found[name] = value
+    return found
+
+
+def arrays(lines: list[list[str]]) -> dict[str, list[str]]:
+    """Name -> raw words of every ``NAME=(...)``."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in (word for line in lines for word in line):
+        assignment = _ARRAY.match(word)
+        if assignment is not None:
+            name, word = assignment[1], assignment[2]
+            found[name] = []
+        if name:
+            found[name] += [word.rstrip(")")] if word.rstrip(")") else []
+            name = "" if word.endswith(")") else name
     return found
 
 

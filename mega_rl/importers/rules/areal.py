@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from mega_rl.errors import InputError, shown
+from mega_rl.importers.draft.data_sets import GSM8K, KNOWN, KnownData, add_rewards
 from mega_rl.importers.draft.draft import Draft, Rule, Stage
-from mega_rl.importers.draft.units import guess_reward, set_vision, set_warmup
+from mega_rl.importers.draft.units import set_vision, set_warmup
 from mega_rl.importers.rules.learned import (
     AdapterKeys,
     CriticKeys,
@@ -31,6 +32,7 @@ CRITIC = CriticKeys(
     lam=("actor.gae_lambda",),
     clip=("critic.eps_clip",),
 )
+DATA = (KnownData("gsm8k", GSM8K, ({"name": "math_verify"},)), *KNOWN)  # their prompts ask for a box, not for ####
 MAX_VERSIONS = 1 << 10  # of rollout.max_staleness
 AXES = {"t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
@@ -256,8 +258,9 @@ def data(draft: Draft) -> None:
 
 
 def _rewards(draft: Draft) -> None:
-    if guessed := guess_reward(draft, [draft.get("train_dataset.path"), draft.get("experiment_name")]):
-        draft.rewards.append({"name": guessed})
+    add_rewards(draft, [draft.get("train_dataset.path")], [draft.get("valid_dataset.path")], DATA)
+    if not draft.rewards:
+        add_rewards(draft, [draft.get("experiment_name")], known=DATA)
     keys = [f"actor.overlong_{part}" for part in ("reward_penalty", "tokens", "penalty_factor")]
     if draft.get(keys[0]):
         options: dict[str, Any] = {

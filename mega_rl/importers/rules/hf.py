@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from mega_rl.config.schema.data_file import bounded
 from mega_rl.errors import InputError, shown
+from mega_rl.importers.draft.data_sets import HELD_OUT, TRAIN, add_rewards, limit_rows
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import (
     as_list,
     exact,
-    guess_reward,
     note_sharding,
     set_global_batch,
     set_timeout,
@@ -83,6 +85,7 @@ def batches(draft: Draft) -> None:
         samples = set_global_batch(draft, keys, per_device, accumulation)
         rounds = draft.count("steps_per_generation", default=accumulation) or accumulation
         generated = draft.count("generation_batch_size") or samples * rounds // accumulation
+        generated = max(generated, samples)  # an optimizer step may take several rounds of sampling
         per_prompt = 1 if has_critic(draft) else draft.count("num_generations", default=8) or 8
         draft.set("data.train_batch_size", exact(generated, per_prompt, "data.train_batch_size", draft), keys)
         draft.set("algorithm.minibatches_per_step", exact(generated, samples, "minibatches_per_step", draft), keys)
@@ -108,10 +111,10 @@ def steps(draft: Draft) -> None:
         lr = float(draft.result.get("optimizer.lr") or 0.0)
         floor = float(options.get("min_lr", float(options.get("min_lr_rate") or 0.0) * lr) or 0.0)
         draft.set("optimizer.min_lr", floor, ["lr_scheduler_kwargs"])
-    _intervals(draft, per_step)
+    intervals(draft, per_step)
 
 
-def _intervals(draft: Draft, per_step: int) -> None:
+def intervals(draft: Draft, per_step: int) -> None:
     for name, ours in (("save", "checkpoint.save_freq"), ("eval", "validation.test_freq")):
         steps_key = f"{name}_steps"
         strategies = (f"{name}_strategy", "evaluation_strategy") if name == "eval" else (f"{name}_strategy",)
@@ -205,8 +208,8 @@ def rewards(draft: Draft) -> None:
         draft.note("reward_funcs", "mapped", f"rewards: {entry['name']}")
         draft.note("reward_weights", "mapped", "rewards: weight")
     add_reward_model(draft, "reward_model_name_or_path")
-    if not names and not draft.rewards and (guessed := guess_reward(draft, [draft.get("dataset_name", default="")])):
-        draft.rewards.append({"name": guessed})
+    if not names and not draft.rewards:
+        add_rewards(draft, [draft.get("dataset_name")])
 
 
 def files(draft: Draft) -> None:
@@ -226,6 +229,12 @@ def files(draft: Draft) -> None:
     if held_out:
         draft.set("data.val_files", [f"{folder}/{name}.json" for name in held_out], ["eval_dataset"])
     draft.note("dataset_test_split", "mapped", "data.val_files, to be filled in")
+    limit_rows(draft, "max_samples", (TRAIN, HELD_OUT))
+    split = str(draft.get("dataset_train_split", default=""))
+    if first := re.fullmatch(r"\w+\[:(\d+)\]", split):
+        draft.set(TRAIN, [bounded(str(file), int(first[1])) for file in listed], ["dataset_train_split"])
+    elif "[" in split:
+        draft.lack(["dataset_train_split"], "other_word", f"{shown(split)}; there are the first rows, as train[:1000]")
 
 
 def rest(draft: Draft) -> None:

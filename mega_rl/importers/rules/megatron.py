@@ -51,9 +51,10 @@ def has_experts(draft: Draft, section: str = "") -> bool:
 
 
 def schedule(draft: Draft, section: str = "") -> None:
-    """The warm-up: a share of the run, or iterations, which are optimizer steps."""
+    """The warm-up: a share of the run if there is one, else iterations, which are optimizer steps."""
     keys = (f"{section}lr_warmup_fraction", f"{section}lr_warmup_iters")
-    set_warmup(draft, keys, steps=draft.number(keys[1]), ratio=draft.number(keys[0]))
+    share = draft.number(keys[0])
+    set_warmup(draft, keys, steps=draft.number(keys[1]) if share is None else None, ratio=share)
 
 
 def saving(draft: Draft, section: str = "") -> None:
@@ -101,7 +102,9 @@ def router(draft: Draft, section: str = "") -> None:
         for key in (weight, kind, z_loss, rate):
             draft.note(key, "same", "not read, as the model has no experts")
         return
-    over = {"aux_loss": "microbatch", "seq_aux_loss": "sequence", "none": None}.get(draft.word(kind), "")
+    over = {"aux_loss": "microbatch", "seq_aux_loss": "sequence", "none": None}.get(
+        draft.word(kind, default="aux_loss"), ""
+    )
     if over == "":
         draft.lack([kind, weight], "mixture", shown(draft.get(kind)))
     elif over is None or not draft.number(weight):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import cast
 
 from mega_rl.errors import shown
+from mega_rl.importers.draft.data_sets import HELD_OUT, TRAIN, add_rewards, limit_rows
 from mega_rl.importers.draft.draft import Draft, Rule, Stage
 from mega_rl.importers.draft.units import (
     as_list,
     exact,
-    guess_reward,
     note_sharding,
     set_tokens,
     set_vision,
@@ -221,6 +221,7 @@ def files(draft: Draft) -> None:
             draft.set(f"data.{ours}", made, [key])
             if not are_files:
                 draft.notes.append(f"data.{ours}: nothing is downloaded; put the data there, or name your files")
+    limit_rows(draft, "data.max_samples", (TRAIN, HELD_OUT) if draft.stage == "rl" else (TRAIN,), is_each=False)
     if draft.stage != "rl":
         return
     url = str(draft.get("reward.remote_url", default=""))
@@ -232,8 +233,8 @@ def files(draft: Draft) -> None:
         draft.lack(["reward.remote_url"], "reward_model", "a server")
     elif draft.word("reward.model_name_or_path"):
         add_reward_model(draft, "reward.model_name_or_path")
-    elif guessed := guess_reward(draft, [draft.get("data.prompt_dataset", default="")]):
-        draft.rewards.append({"name": guessed})
+    else:
+        add_rewards(draft, [draft.get("data.prompt_dataset")], [draft.get("eval.dataset")])
     buffer = draft.count("reward.overlong_buffer_len")
     if buffer:
         factor = float(draft.number("reward.overlong_penalty_factor", default=1.0) or 1.0)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import get_args
 
 from mega_rl.config.reading.tables import table
+from mega_rl.config.schema.sampling import NormRole
 from mega_rl.errors import InputError, shown
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import (
     as_list,
     exact,
-    guess_reward,
     set_timeout,
     set_tokens,
     set_vision,
     set_warmup,
 )
 from mega_rl.importers.rules.learned import set_stage
+from mega_rl.importers.rules.verl_data import rewards, rows
 from mega_rl.importers.rules.verl_learned import adapter, critic, reward_model
-from mega_rl.importers.rules.verl_noise import noise
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 MEGATRON = f"{ACTOR}megatron."
@@ -39,6 +39,7 @@ REDUCTIONS = {
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
 }
+NOISE = "trainer.noise_injection"
 DEFAULT_BUDGET = 16384  # tokens per device of verl
 
 
@@ -266,7 +267,8 @@ def dynamic_sampling(draft: Draft) -> None:
         draft.note(f"{prefix}max_num_gen_batches", "same", "no limit; ours is algorithm.dynamic_sampling.budget")
     metric = draft.word(f"{prefix}metric")
     if metric in ("acc", "score"):
-        first = draft.rewards[0]["name"].rpartition(":")[2] if draft.rewards else None
+        is_one = bool(draft.rewards) and not any("only" in reward for reward in draft.rewards)
+        first = draft.rewards[0]["name"].rpartition(":")[2] if is_one else None
         draft.set("algorithm.dynamic_sampling.metric", first, [f"{prefix}metric"])
     else:
         draft.note(f"{prefix}metric", "same", "the weighted sum of all rewards")
@@ -291,40 +293,6 @@ def correction(draft: Draft) -> None:
         draft.note(kind, "same", "with noise the importance weights stay as they are here")
     elif draft.stage == "rl":
         draft.set("algorithm.importance_cap", None, [kind, threshold, old])
-
-
-def rewards(draft: Draft) -> None:
-    keys = [key for key in draft.given.values if (entry := draft.table.find(key)) and entry.reason == "reward"]
-    if draft.stage != "rl":
-        return
-    values: dict[str, Any] = {key.removeprefix("reward."): draft.get(key) for key in keys}
-    custom = "custom_reward_function."
-    path, name = values.get(f"{custom}path"), values.get(f"{custom}name") or "compute_score"
-    options = {
-        key.rpartition(".")[2]: value for key, value in values.items() if ".reward_kwargs." in key and custom in key
-    }
-    if path:
-        draft.rewards.append({"name": f"{path}:{name}"} | ({"options": options} if options else {}))
-    elif not draft.rewards:
-        data = (
-            *as_list(draft.get("data.train_files")),
-            "dapo" if draft.get("reward_model.reward_manager") == "dapo" else "",
-        )
-        if guessed := guess_reward(draft, data):
-            draft.rewards.append({"name": guessed})
-    buffer = {key.rpartition(".")[2]: value for key, value in values.items() if "overlong_buffer" in key}
-    if buffer.get("enable"):
-        longest = values.get("reward_model.reward_kwargs.max_resp_len") or draft.count("data.max_response_length")
-        found = {
-            "max_length": longest,
-            "buffer": buffer.get("len"),
-            "factor": float(buffer.get("penalty_factor") or 1.0),
-        }
-        draft.rewards.append({"name": "overlong", "options": found})
-    text = f"rewards: {', '.join(entry['name'] for entry in draft.rewards)}" if draft.rewards else "rewards: none found"
-    for key in keys:
-        is_used = draft.rewards and (buffer.get("enable") or "overlong" not in key)
-        draft.note(key, "mapped" if is_used else "same", text if is_used else "off, as here")
 
 
 def logging(draft: Draft) -> None:
@@ -397,6 +365,26 @@ def rest(draft: Draft) -> None:
             draft.lack([key], "other_word", repr(draft.get(key)))
 
 
+def noise(draft: Draft) -> None:
+    """Which norms get it; and a note on the schedule, of which the guide's words and the default here differ."""
+    targets, excluded = keys_of("noise")
+    roles = get_args(NormRole)
+    if draft.has(targets):
+        chosen = as_list(draft.get(targets))
+        known = [role for role in chosen if role in roles]
+        draft.set("aqn.target_modules", known, [targets])
+        if known != chosen:
+            draft.lack([targets], "noise_options", f"no norm is called {', '.join(map(str, set(chosen) - set(known)))}")
+    if draft.has(excluded):
+        patterns = as_list(draft.get(excluded))
+        draft.set("aqn.exclude_patterns", [text for text in patterns if "norm" in str(text)], [excluded])
+    if draft.get(f"{NOISE}.enabled") and not draft.has(f"{NOISE}.schedule"):
+        draft.notes.append(
+            "aqn.schedule: exponential with a first stage without noise, as QeRL's code has it; the guide for Ascend "
+            "says in words that sigma falls linearly: set linear if that is meant"
+        )
+
+
 RULES: dict[str, Rule] = {
     "stage": stage,
     "layout": layout,
@@ -410,6 +398,7 @@ RULES: dict[str, Rule] = {
     "learning_rate": learning_rate,
     "reward_model": reward_model,
     "rewards": rewards,
+    "rows": rows,
     "dynamic_sampling": dynamic_sampling,
     "correction": correction,
     "logging": logging,

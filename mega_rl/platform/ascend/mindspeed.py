@@ -1,8 +1,10 @@
-"""MindSpeed: the one place that imports it. It patches Megatron-core for Ascend, before Megatron is used.
+"""MindSpeed: the facade that a run takes its operators and features through. Only an Ascend run gets here.
 
-Its features are named and given values as on its own command line; what exists, and which values it takes, is asked of
-the installed MindSpeed. mega_rl's model has its own layer specification, so a feature is one of three kinds here: what
-mega_rl's fused operators do anyway, what a key of mega_rl does instead, and what MindSpeed is asked to do.
+Its adaptor patches Megatron-core, before Megatron is used; its fused operators are taken one by one
+(``mindspeed_kernels``). Its features are named and given values as on its own command line; what exists, and which
+values it takes, is asked of the installed MindSpeed. mega_rl's model has its own layer specification, so a feature is
+one of three kinds here: an operator that mega_rl's layers call, what a key of mega_rl does instead, and what the
+adaptor is asked to do.
 """
 
 from __future__ import annotations
@@ -21,21 +23,16 @@ from typing import Any, NoReturn
 
 from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.errors import InputError
+from mega_rl.platform.ascend.mindspeed_kernels import OFFERS, Taken, take
 from mega_rl.platform.contract import versions
+from mega_rl.platform.operators.npu_kernels import AscendKernels
 
 KEY = "platform.mindspeed.features"
 INSTALL = "install MindSpeed's branch core_r0.16.0 by its own instructions"
+FALLBACK = "Megatron-core runs unpatched, and its fused operators are torch_npu's, called directly"
 
-# What mega_rl's own operators do on every layer, MindSpeed or not; its patches would find no caller.
-OPERATORS = {
-    "use_flash_attn": "attention runs on npu_fusion_attention",
-    "use_fused_rmsnorm": "norms run on npu_rms_norm",
-    "use_fused_swiglu": "the activation runs on npu_swiglu",
-    "use_fused_rotary_pos_emb": "rotary embeddings run on npu_rotary_mul",
-    "moe_permute_fusion": "tokens are sorted by npu_moe_token_permute_with_routing_map",
-    "use_fused_moe_token_permute_and_unpermute": "tokens are sorted by npu_moe_token_permute_with_routing_map",
-    "moe_grouped_gemm": "experts run on npu_grouped_matmul",
-}
+# The features that are operators of the layers: true unless they are given as false. A name -> that of its operator.
+OPERATORS = {name: name for name in OFFERS} | {"use_fused_moe_token_permute_and_unpermute": "moe_permute_fusion"}
 # What a key of mega_rl decides. The name, or what it begins with, -> that key.
 OWN_KEYS = {
     "context_parallel": "parallel.context",
@@ -91,49 +88,62 @@ PUT_BACK = (
 )
 
 
-def is_used(config: MindSpeedConfig) -> bool:
-    """Whether MindSpeed is to be imported.
+def without(config: MindSpeedConfig) -> list[str] | None:
+    """What the log says where this run goes without MindSpeed; None: it is used. Nothing is patched yet.
 
     Raises:
-        InputError: it is wanted and not installed.
+        InputError: it is asked for, and is not there or does not fit.
     """
-    is_installed = importlib.util.find_spec("mindspeed") is not None
-    wanted = _given(config.features)
+    wanted, _ = _given(config.features), _switched_off(config.features)
     if config.mode == "off":
-        return False
-    if not is_installed and config.mode == "required":
-        raise InputError(
-            f"platform.mindspeed.mode is required, but MindSpeed is not installed: {INSTALL}, or set the mode to auto"
-        )
-    if not is_installed and wanted:
-        raise InputError(f"{KEY} has {wanted[0]!r}, but MindSpeed is not installed: {INSTALL}, or remove it")
-    return is_installed
+        return [f"MindSpeed is off: {FALLBACK}"]
+    if importlib.util.find_spec("mindspeed") is None:
+        unfit = f"MindSpeed is not installed: {INSTALL}"
+        lines = [f"MindSpeed is not installed: {FALLBACK}"]
+    else:
+        unfit = _unfit()
+        lines = [f"warning: {FALLBACK}, because {unfit}"]
+    if not unfit:
+        return None
+    if config.mode == "required":
+        raise InputError(f"platform.mindspeed.mode is required, but {unfit}, or set the mode to auto")
+    if wanted:
+        raise InputError(f"{KEY} has {wanted[0]!r}, but {unfit}, or remove it")
+    return lines
 
 
-def without(config: MindSpeedConfig) -> list[str]:
-    """What the log says if MindSpeed is not used."""
-    reason = "is off" if config.mode == "off" else "is not installed"
-    return [f"MindSpeed {reason}: Megatron-core runs unpatched, on mega_rl's own fused operators"]
+def _unfit() -> str:
+    """Why the installed MindSpeed cannot be used, and what to do about it; empty if it can."""
+    found = versions.installed()
+    others = versions.refusals("npu", found | {"mindspeed": None})
+    refused = [sentence for sentence in versions.refusals("npu", found) if sentence not in others]
+    if refused:
+        return refused[0]
+    try:
+        _manager()
+    except Exception as error:  # noqa: BLE001 - a vendor's package under an unknown torch_npu raises what it likes
+        return str(_broken(error))
+    return ""
 
 
-def enable(config: MindSpeedConfig) -> list[str]:
-    """Check the features and let MindSpeed patch Megatron-core; call it once, before Megatron is used.
+def _manager() -> Any:
+    return importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
+
+
+def enable(config: MindSpeedConfig) -> tuple[list[str], AscendKernels]:
+    """Check the features, let MindSpeed patch Megatron-core, and take its operators; once, before Megatron is used.
+
+    Call it where a run does not go ``without`` it.
 
     Returns:
-        Lines for the log: what mega_rl does itself, and every function that MindSpeed really replaced.
+        Lines for the log: every function that MindSpeed really replaced, and whose each fused operator is; and these.
 
     Raises:
-        InputError: an unknown feature or value, one that would do nothing here, or a MindSpeed that does not load or is
-            made for another Megatron-core.
+        InputError: an unknown feature or value, one that would do nothing here, a MindSpeed whose adaptor does not
+            load, or one that lacks an operator although it is required.
     """
-    refused = versions.refusals("npu", versions.installed())
-    if refused:
-        raise InputError("; ".join(refused))
     given = {name.lstrip("-").replace("-", "_"): value for name, value in config.features.items()}
-    try:
-        manager = importlib.import_module("mindspeed.features_manager").MindSpeedFeaturesManager
-    except Exception as error:  # noqa: BLE001 - a vendor's package under an unknown torch_npu raises what it likes
-        raise _broken(error) from error
+    manager = _manager()
     command_line = check_features(given, manager)
     _import_adaptor(command_line, [name for name in given if name not in OPERATORS])
     patches = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info
@@ -142,8 +152,15 @@ def enable(config: MindSpeedConfig) -> list[str]:
         if name in patches:
             _put_back(patches[name])
     _remove_empty("flash_attn")
+    taken = take(_switched_off(config.features))
+    if taken.missing and config.mode == "required":
+        name, reason = next(iter(taken.missing.items()))
+        raise InputError(
+            f"platform.mindspeed.mode is required, but MindSpeed's operator of {name} cannot be used ({reason}): "
+            f"install its commit of docker/.env, set {KEY}.{name} to false, or set the mode to auto"
+        )
     lasting = {name: patch for name, patch in patches.items() if patch.is_applied and name not in PUT_BACK}
-    return report(given, lasting)
+    return [*report(given, lasting), *operator_report(taken)], taken.kernels
 
 
 def _put_back(patch: Any) -> None:
@@ -193,10 +210,6 @@ def check_features(given: Mapping[str, Any], manager: Any) -> list[str]:
     words: list[str] = []
     for name, value in given.items():
         if name in OPERATORS:
-            if value is not True:
-                raise InputError(
-                    f"{KEY}.{name} is {value!r}, but {OPERATORS[name]} always: remove it, or set it to true"
-                )
             continue
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *OPERATORS], n=1, cutoff=0.0)
@@ -312,7 +325,6 @@ def report(given: Mapping[str, Any], patches: Mapping[str, Any]) -> list[str]:
     Args:
         patches: name of the replaced function -> MindSpeed's record of it, the applied ones.
     """
-    own = [f"  {name}: {OPERATORS[name]}, by mega_rl's own operators" for name in given if name in OPERATORS]
     passed = [f"{name}={value}" for name, value in given.items() if name not in OPERATORS]
     modules: dict[str, list[str]] = {}
     for name in sorted(patches):
@@ -322,12 +334,34 @@ def report(given: Mapping[str, Any], patches: Mapping[str, Any]) -> list[str]:
         modules.setdefault(module, []).append(name.removeprefix(module + "."))
     version = versions.installed()["mindspeed"] or "of an unknown version"
     title = f"MindSpeed {version} replaced {len(patches)} functions; features: {', '.join(passed) or 'none asked for'}"
-    return [title, *own, *(f"  {module}: {', '.join(names)}" for module, names in modules.items())]
+    return [title, *(f"  {module}: {', '.join(names)}" for module, names in modules.items())]
+
+
+def operator_report(taken: Taken) -> list[str]:
+    """Lines for the log: whose each fused operator is; in front a warning if MindSpeed lacks some."""
+    lines = ["fused operators", *taken.lines]
+    if taken.missing:
+        names = ", ".join(taken.missing)
+        lines.insert(0, f"warning: MindSpeed's {names} cannot be used: torch_npu's are called directly in their place")
+    return lines
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
 
 
 def _given(features: Mapping[str, Any]) -> list[str]:
     """The features that only MindSpeed has."""
-    return [name for name in features if name.lstrip("-").replace("-", "_") not in OPERATORS]
+    return [name for name in features if _plain(name) not in OPERATORS]
+
+
+def _switched_off(features: Mapping[str, Any]) -> set[str]:
+    """The operators that are not to be MindSpeed's."""
+    found = {name: value for name, value in features.items() if _plain(name) in OPERATORS}
+    for name, value in found.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{KEY}.{name} is {value!r}: set it to true or false")
+    return {OPERATORS[_plain(name)] for name, value in found.items() if not value}
 
 
 def _broken(error: Exception, features: Sequence[str] = ()) -> InputError:

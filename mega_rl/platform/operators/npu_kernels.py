@@ -1,4 +1,4 @@
-"""The operators by torch_npu's fused kernels.
+"""The operators by Ascend's fused kernels: torch_npu's own, or others with the same arguments in their place.
 
 The kernels accept wrong layouts, head counts and rotary modes, and return meaningless numbers: what
 ``platform.dispatch`` does not check for every platform is checked here. Limits are those of the operators'
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,41 +89,102 @@ class _AddRmsNorm(torch.autograd.Function):
         return to_summand, to_summand, to_weight_D.to(weight_D.dtype), None
 
 
-class _Products:
-    """``GroupedProducts`` by npu_grouped_matmul."""
+def _attention(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    query_ends: list[int],
+    key_ends: list[int],
+    mask: Tensor | None,
+    softmax_scale: float,
+) -> Tensor:
+    """Of one call's sequences; causal with ``_causal_mask``, without a mask every key is seen."""
+    return _torch_npu().npu_fusion_attention(
+        q_THD,
+        k_SKD,
+        v_SKD,
+        head_num=q_THD.shape[1],
+        input_layout="TND",
+        atten_mask=mask,
+        scale=softmax_scale,  # its default is 1
+        keep_prob=1.0,
+        actual_seq_qlen=query_ends,
+        actual_seq_kvlen=key_ends,
+        sparse_mode=CAUSAL_AT_THE_END if mask is not None else 0,
+    )[0]
 
-    def rows(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor, is_transposed: bool) -> Tensor:
-        return _product(x_ND, _as_list(weights_FD, is_transposed), ends_E, ROWS)
 
-    def sums(self, grad_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
-        return _product(grad_NF.t(), [x_ND], ends_E, REDUCED_ROWS)
+def _rms_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    return _torch_npu().npu_rms_norm(x, weight_D, epsilon=epsilon)[0]
 
 
-def _product(left: Tensor, right: list[Tensor], ends_E: Tensor, group_type: int) -> Tensor:
+def _swiglu(gate_and_up: Tensor) -> Tensor:
+    return _torch_npu().npu_swiglu(gate_and_up, dim=-1)
+
+
+def _rotary(x_1THD: Tensor, cos_1T1D: Tensor, sin_1T1D: Tensor) -> Tensor:
+    return _torch_npu().npu_rotary_mul(x_1THD, cos_1T1D, sin_1T1D, rotary_mode="half")
+
+
+def _grouped_product(left: Tensor, right: list[Tensor], ends_E: Tensor, group_type: int) -> Tensor:
     return _torch_npu().npu_grouped_matmul(
         [left], right, group_list=ends_E, split_item=ONE_RESULT, group_type=group_type, group_list_type=CUMULATIVE
     )[0]
 
 
+def _permute(x_TD: Tensor, is_routed_TE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    rows_ND, _, order_N = _torch_npu().npu_moe_token_permute_with_routing_map(
+        x_TD, is_routed_TE, num_out_tokens=num_rows, drop_and_pad=False
+    )
+    return rows_ND, order_N
+
+
+def _unpermute(rows_ND: Tensor, order_N: Tensor, is_routed_TE: Tensor) -> Tensor:
+    return _torch_npu().npu_moe_token_unpermute_with_routing_map(
+        rows_ND, order_N, [is_routed_TE.shape[0], rows_ND.shape[1]], routing_map=is_routed_TE, drop_and_pad=False
+    )
+
+
+@dataclass(frozen=True)
+class AscendKernels:
+    """What ``AscendOperators`` calls once it has checked the arguments; by default torch_npu, directly."""
+
+    attention: Callable[..., Tensor] = _attention
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = _rms_norm
+    swiglu: Callable[[Tensor], Tensor] = _swiglu
+    rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = _rotary
+    grouped_product: Callable[[Tensor, list[Tensor], Tensor, int], Tensor] = _grouped_product
+    permute: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = _permute
+    unpermute: Callable[[Tensor, Tensor, Tensor], Tensor] = _unpermute
+
+
+DIRECT = AscendKernels()
+
+
+@dataclass(frozen=True)
+class _Products:
+    """``GroupedProducts`` by the kernel for grouped products."""
+
+    kernel: Callable[[Tensor, list[Tensor], Tensor, int], Tensor]
+
+    def rows(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor, is_transposed: bool) -> Tensor:
+        return self.kernel(x_ND, _as_list(weights_FD, is_transposed), ends_E, ROWS)
+
+    def sums(self, grad_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+        return self.kernel(grad_NF.t(), [x_ND], ends_E, REDUCED_ROWS)
+
+
 class AscendOperators(TorchOperators):
+    def __init__(self, kernels: AscendKernels = DIRECT) -> None:
+        self.kernels = kernels
+
     def varlen_attention(
         self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, packing: VarlenPacking, *, softmax_scale: float, causal: bool
     ) -> Tensor:
         _check_heads(q_THD, v_SKD)
+        mask = _causal_mask(q_THD.device) if causal else None
         outputs = [
-            _torch_npu().npu_fusion_attention(
-                q_THD[queries],
-                k_SKD[keys],
-                v_SKD[keys],
-                head_num=q_THD.shape[1],
-                input_layout="TND",
-                atten_mask=_causal_mask(q_THD.device) if causal else None,  # without one every key is seen
-                scale=softmax_scale,  # its default is 1
-                keep_prob=1.0,
-                actual_seq_qlen=query_ends,
-                actual_seq_kvlen=key_ends,
-                sparse_mode=CAUSAL_AT_THE_END if causal else 0,
-            )[0]
+            self.kernels.attention(q_THD[queries], k_SKD[keys], v_SKD[keys], query_ends, key_ends, mask, softmax_scale)
             for (queries, query_ends), (keys, key_ends) in zip(
                 _fused_calls(packing.cu_seqlens_q), _fused_calls(packing.cu_seqlens_k), strict=True
             )
@@ -130,7 +192,7 @@ class AscendOperators(TorchOperators):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def rms_norm(self, x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        return _torch_npu().npu_rms_norm(x, weight_D, epsilon=epsilon)[0]
+        return self.kernels.rms_norm(x, weight_D, epsilon)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         return _AddRmsNorm.apply(x, residual, weight_D, epsilon)
@@ -138,7 +200,7 @@ class AscendOperators(TorchOperators):
     def swiglu(self, gate_and_up: Tensor) -> Tensor:
         if gate_and_up.numel() == 0:  # an expert-parallel rank without tokens
             return super().swiglu(gate_and_up)
-        return _torch_npu().npu_swiglu(gate_and_up, dim=-1)
+        return self.kernels.swiglu(gate_and_up)
 
     def rotary(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         _, num_heads, width = x_THD.shape
@@ -148,20 +210,14 @@ class AscendOperators(TorchOperators):
                 f"{num_heads} of {width}"
             )
         cos_1T1D, sin_1T1D = cos_TD[None, :, None], sin_TD[None, :, None]
-        return _torch_npu().npu_rotary_mul(x_THD[None], cos_1T1D, sin_1T1D, rotary_mode="half")[0]
+        return self.kernels.rotary(x_THD[None], cos_1T1D, sin_1T1D)[0]
 
     def grouped_matmul(self, x_ND: Tensor, weights_FD: Sequence[Tensor], ends_E: Tensor) -> Tensor:
-        return GroupedMatmul.apply(_Products(), x_ND, ends_E, *weights_FD)
+        return GroupedMatmul.apply(_Products(self.kernels.grouped_product), x_ND, ends_E, *weights_FD)
 
     def permute_tokens(self, x_TD: Tensor, is_routed_TE: Tensor, experts_per_token: int) -> tuple[Tensor, Tensor]:
         """The order here is the row of every token's first, second, ... expert."""
-        num_rows = len(x_TD) * experts_per_token
-        rows_ND, _, order_N = _torch_npu().npu_moe_token_permute_with_routing_map(
-            x_TD, is_routed_TE, num_out_tokens=num_rows, drop_and_pad=False
-        )
-        return rows_ND, order_N
+        return self.kernels.permute(x_TD, is_routed_TE, len(x_TD) * experts_per_token)
 
     def unpermute_tokens(self, rows_ND: Tensor, order_N: Tensor, is_routed_TE: Tensor) -> Tensor:
-        return _torch_npu().npu_moe_token_unpermute_with_routing_map(
-            rows_ND, order_N, [is_routed_TE.shape[0], rows_ND.shape[1]], routing_map=is_routed_TE, drop_and_pad=False
-        )
+        return self.kernels.unpermute(rows_ND, order_N, is_routed_TE)

@@ -150,12 +150,11 @@ def signature(function: Callable[..., Any]) -> BoundReward:
 
 
 def needs_truth(rewards: Iterable[RewardConfig]) -> bool:
-    """Whether a row without a ground truth is an error: a built-in reward compares with it, or there is none at all.
+    """Whether a row without a ground truth is an error: a built-in reward compares with it.
 
     A reward of the user's own gets an empty text for it.
     """
-    names = [reward.name for reward in rewards]
-    return not names or any(name in BUILT_IN and name not in WITHOUT_TRUTH for name in names)
+    return any(reward.name in BUILT_IN and reward.name not in WITHOUT_TRUTH for reward in rewards)
 
 
 def part_name(name: str) -> str:

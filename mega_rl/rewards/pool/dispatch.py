@@ -47,7 +47,8 @@ class SubmittedWork:
 
     number: int  # counts submissions
     samples: Sequence[bytes]  # pickled, see `worker.WorkerCall`
-    answers: list[list[Answer | None]] = field(default_factory=list)  # [reward][sample]
+    rewards: Sequence[int] | None = None  # that score them, in the order of the answers; None: all
+    answers: dict[int, list[Answer | None]] = field(default_factory=dict)  # reward -> [sample]
     num_missing: int = 0
     result: Future[list[list[Answer]]] = field(default_factory=Future)
 
@@ -55,7 +56,7 @@ class SubmittedWork:
         self.answers[reward][sample] = answer
         self.num_missing -= 1
         if not self.num_missing:
-            self.result.set_result([[_known(value) for value in of_reward] for of_reward in self.answers])
+            self.result.set_result([[_known(value) for value in of_reward] for of_reward in self.answers.values()])
 
 
 Entry = tuple[SubmittedWork, int]  # a sample of a submission
@@ -167,14 +168,15 @@ class RewardDispatcher:
         """Take in what was put."""
         while not self._given.empty():
             work = self._given.get()
-            work.answers = [[None] * len(work.samples) for _ in self._kinds]
-            work.num_missing = len(self._kinds) * len(work.samples)
+            rewards = range(len(self._kinds)) if work.rewards is None else work.rewards
+            work.answers = {reward: [None] * len(work.samples) for reward in rewards}
+            work.num_missing = len(work.answers) * len(work.samples)
             if not work.num_missing:
-                work.result.set_result([[] for _ in self._kinds])
+                work.result.set_result([[] for _ in work.answers])
                 continue
             self._open[work.number] = work
-            for waiting in self._waiting:
-                waiting.extend((work, index) for index in range(len(work.samples)))
+            for reward in work.answers:
+                self._waiting[reward].extend((work, index) for index in range(len(work.samples)))
 
     def _next_job(self) -> _Job:
         """The oldest samples first."""

@@ -109,7 +109,7 @@ def serve(connection: Any, pool: Pool, of_owned: Callable[[int], Future[Answers]
             header = json.loads(connection.recv_bytes())
             samples = [connection.recv_bytes() for _ in range(header["num_samples"])]
             if header["owned"] is None:
-                answered = pool.submit(samples)
+                answered = pool.submit(samples, header.get("rewards"))
             else:
                 assert of_owned is not None, "a rank that owns nothing is asked for something"
                 answered = of_owned(header["owned"])
@@ -148,9 +148,18 @@ def introduce(connection: Any, key: bytes) -> None:
     connection.recv_bytes(len(WELCOME))
 
 
-def submission(number: int, samples: Sequence[bytes], owned: int | None) -> bytes:
-    """What is said before samples that are submitted; ``owned``: see `RemotePool.submit_owned`."""
-    return json.dumps({"number": number, "num_samples": len(samples), "owned": owned}).encode()
+@dataclass(frozen=True)
+class Asked:
+    """What another rank is asked for."""
+
+    owned: int | None = None  # see `RemotePool.submit_owned`; None: for the samples that follow
+    rewards: Sequence[int] | None = None  # that score these, see `Pool.submit`
+
+
+def submission(number: int, samples: Sequence[bytes], asked: Asked) -> bytes:
+    """What is said before samples that are submitted."""
+    rewards = {} if asked.rewards is None else {"rewards": list(asked.rewards)}
+    return json.dumps({"number": number, "num_samples": len(samples), "owned": asked.owned, **rewards}).encode()
 
 
 class RemotePool:
@@ -164,19 +173,19 @@ class RemotePool:
         self._open: dict[int, Future[Answers]] = {}  # without an answer
         self._is_lost = False
         self._loss, self._connection = loss, connection
-        self._to_send: SimpleQueue[tuple[int, Sequence[bytes], int | None] | None] = SimpleQueue()
+        self._to_send: SimpleQueue[tuple[int, Sequence[bytes], Asked] | None] = SimpleQueue()
         for work in (self._send, self._receive):
             threading.Thread(target=work, daemon=True).start()
 
-    def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
+    def submit(self, samples: Sequence[bytes], rewards: Sequence[int] | None = None) -> Future[Answers]:
         """See `Pool.submit`."""
-        return self._submit(samples, None)
+        return self._submit(samples, Asked(rewards=rewards))
 
     def submit_owned(self, number: int) -> Future[Answers]:
         """Have the owner of the workers submit what it owns under a number."""
-        return self._submit((), number)
+        return self._submit((), Asked(number))
 
-    def _submit(self, samples: Sequence[bytes], owned: int | None) -> Future[Answers]:
+    def _submit(self, samples: Sequence[bytes], asked: Asked) -> Future[Answers]:
         result: Future[Answers] = Future()
         with self._lock:
             if self._is_lost:
@@ -184,7 +193,7 @@ class RemotePool:
                 return result
             number = next(self._numbers)
             self._open[number] = result
-            self._to_send.put((number, samples, owned))
+            self._to_send.put((number, samples, asked))
         return result
 
     def close(self) -> None:
@@ -194,8 +203,8 @@ class RemotePool:
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too
             while (work := self._to_send.get()) is not None:
-                number, samples, owned = work
-                self._connection.send_bytes(submission(number, samples, owned))
+                number, samples, asked = work
+                self._connection.send_bytes(submission(number, samples, asked))
                 for sample in samples:
                     self._connection.send_bytes(sample)
 

@@ -132,12 +132,12 @@ class PoolOfNodes:
         self._lock = threading.Lock()
         self.takes_images = pools[0].takes_images
 
-    def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
+    def submit(self, samples: Sequence[bytes], rewards: Sequence[int] | None = None) -> Future[Answers]:
         """See `Pool.submit`."""
         with self._lock:
             place = min(range(len(self._pools)), key=self._num_open.__getitem__)
             self._num_open[place] += len(samples)
-        found = self._pools[place].submit(samples)
+        found = self._pools[place].submit(samples, rewards)
         found.add_done_callback(partial(self._end, place, len(samples)))
         return found
 

@@ -14,7 +14,7 @@ from mega_rl.rewards.pool.dispatch import PoolError, RewardDispatcher, Submitted
 from mega_rl.rewards.pool.worker import Answer, Sample, WorkerSetup
 from mega_rl.rewards.sandbox.scratch import sweep
 
-Answers = list[list[Answer]]  # [reward][sample]
+Answers = list[list[Answer]]  # [reward that was asked][sample]
 
 
 class Pool(Protocol):
@@ -25,8 +25,11 @@ class Pool(Protocol):
         """Whether a reward takes the pictures of prompts."""
         ...
 
-    def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
+    def submit(self, samples: Sequence[bytes], rewards: Sequence[int] | None = None) -> Future[Answers]:
         """Start to score packed samples; what is submitted earlier is begun earlier, and nothing waits for its end.
+
+        Args:
+            rewards: the places, among those that the workers have, of the rewards that score them; None: all do.
 
         The future raises:
             PoolError: workers cannot be replaced, or their owner ended.
@@ -67,9 +70,9 @@ class WorkerPool:
         """See `Pool.takes_images`."""
         return self._dispatcher.takes_images
 
-    def submit(self, samples: Sequence[bytes]) -> Future[Answers]:
+    def submit(self, samples: Sequence[bytes], rewards: Sequence[int] | None = None) -> Future[Answers]:
         """See `Pool.submit`."""
-        work = SubmittedWork(next(self._numbers), samples)
+        work = SubmittedWork(next(self._numbers), samples, rewards)
         self._dispatcher.put(work)
         return work.result
 

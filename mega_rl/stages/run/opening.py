@@ -61,7 +61,16 @@ def describe(job: Job, found: Sequence[str]) -> None:
     ranks = gather_objects(own_name())
     if job.is_main:
         versions = [f"  {name} {version}" for name, version in installed().items() if version is not None]
-        lines = [*platform.environment_report(), "versions", *versions, "ranks", *(f"  {rank}" for rank in ranks)]
+        prepared = [f"  {line}" for line in platform.prepare()]
+        parts = {
+            "Megatron-core and fused operators": prepared,
+            "versions": versions,
+            "ranks": [f"  {r}" for r in ranks],
+        }
+        lines = [
+            *platform.environment_report(),
+            *(line for name in parts if parts[name] for line in (name, *parts[name])),
+        ]
         replace_file(job.output_dir / ENVIRONMENT, "\n".join(lines) + "\n")
 
 

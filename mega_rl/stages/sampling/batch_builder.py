@@ -299,8 +299,13 @@ def teaches(algorithm: AlgorithmConfig, group: PromptGroup | GroupSummary | Flee
 
 
 def has_signal(metric: str | None, scores: Sequence[Score]) -> bool:
-    """Whether a group's samples with a known reward differ in it, or in the part of it that ``metric`` names."""
-    values = {score.value if metric is None else score.parts[metric] for score in scores if score.is_known}
+    """Whether a group's samples with a known reward differ in it.
+
+    Args:
+        metric: the part of it that counts instead, where the data source of the group has that reward.
+    """
+    known = [score for score in scores if score.is_known]
+    values = {score.value if metric is None else score.parts.get(metric, score.value) for score in known}
     return len(values) > 1
 
 

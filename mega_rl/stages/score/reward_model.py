@@ -10,6 +10,7 @@ import torch
 
 from mega_rl.algorithms.value import values_at_ends
 from mega_rl.config.checks.environment import ENVIRONMENT
+from mega_rl.config.schema.sources import claims
 from mega_rl.errors import InputError
 from mega_rl.megatron.reference import Frozen
 from mega_rl.microbatch import Sequence as TrainingSequence
@@ -32,6 +33,10 @@ class RewardModel:
     def __init__(self, reward: WeightedReward, model: Frozen, share: BatchShare) -> None:
         self._reward, self._model, self._share = reward, model, share
 
+    def scores(self, source: str) -> bool:
+        """See ``CollectiveReward.scores``."""
+        return claims(self._reward.only, source)
+
     def complete(
         self, summaries: Sequence[TrajectorySummary], scores: Sequence[Score], source: TokenSource
     ) -> list[Score]:
@@ -41,7 +46,11 @@ class RewardModel:
             InputError: a value is not finite.
         """
         name, weight = self._reward.name, self._reward.weight
-        wanted = [place for place, score in enumerate(scores) if not {name, ENVIRONMENT} & score.parts.keys()]
+        wanted = [
+            place
+            for place, (summary, score) in enumerate(zip(summaries, scores, strict=True))
+            if self.scores(summary.data_source) and not {name, ENVIRONMENT} & score.parts.keys()
+        ]
         values = self._values([summaries[place] for place in wanted], source)
         found = list(scores)
         for place, value in zip(wanted, values, strict=True):

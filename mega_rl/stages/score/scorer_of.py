@@ -38,4 +38,4 @@ def collective_reward_of(job: SamplingJob, reward: RewardConfig) -> RewardModel:
     policy = MegatronPolicy(companion_spec(config), shape, job.layout, job.device)
     policy.load_huggingface(weights)
     frozen = Frozen(policy, config.memory, platform.current().has_own_memory)
-    return RewardModel(WeightedReward(reward.name, reward.weight), frozen, job.share)
+    return RewardModel(WeightedReward(reward.name, reward.weight, tuple(reward.only)), frozen, job.share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 
@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from mega_rl.config import RunConfig
 from mega_rl.config.schema.sampling import RewardConfig, RewardWorkersConfig
-from mega_rl.errors import InputError
+from mega_rl.config.schema.sources import rewards_of
+from mega_rl.errors import InputError, shown
 from mega_rl.parallel.collectives import broadcast_object, gather_objects, together
 from mega_rl.rewards.functions.images import Encoded
-from mega_rl.rewards.functions.registry import needs_truth
+from mega_rl.rewards.functions.registry import needs_truth, part_name
 from mega_rl.rewards.pool import node
 from mega_rl.rewards.pool.dispatch import PoolError
 from mega_rl.rewards.pool.nodes import MeetingAddress, NodePools, PoolOfNodes, lend
@@ -24,7 +25,7 @@ from mega_rl.rewards.pool.worker import RAISED
 from mega_rl.rewards.scorer import CollectiveReward, Scorer, start_workers, weighted
 from mega_rl.rollout.collect.collect import GroupSummary
 from mega_rl.rollout.collect.trajectory_store import TrajectoryStore
-from mega_rl.types import Score, TrajectorySummary
+from mega_rl.types import Prompt, Score, TrajectorySummary
 
 MAX_UNKNOWN_STEPS = 5  # in a row
 MAX_SAMPLES_TOLD = 3  # per line
@@ -106,9 +107,32 @@ def unknown_metrics(scores: Sequence[Score]) -> dict[str, float]:
     return {"reward/num_unknown": float(sum(not score.is_known for score in scores))} | counts
 
 
-def rows_need_truth(config: RunConfig) -> bool:
-    """Whether a row without a ground truth is an error; an environment may do without one."""
-    return needs_truth(config.rewards) and (bool(config.rewards) or config.environment.name is None)
+def truth_is_needed(config: RunConfig, source: str) -> bool:
+    """Whether a row of this data source without a ground truth is an error."""
+    return needs_truth(rewards_of(config.rewards, source))
+
+
+def check_sources(config: RunConfig, prompts: Iterable[Prompt], key: str) -> None:
+    """
+    Args:
+        key: the configuration field that lists the files of the prompts, for messages.
+
+    Raises:
+        InputError: no reward scores a data source, and no environment either; or two of one name do.
+    """
+    for source in dict.fromkeys(prompt.data_source for prompt in prompts):
+        rewards = rewards_of(config.rewards, source)
+        names = [part_name(reward.name) for reward in rewards]
+        if not names and config.environment.name is None:
+            raise InputError(
+                f"{key} has rows of the data source {shown(source)}, which no entry of rewards scores: add the source "
+                f"to the list ``only`` of an entry, or add an entry for it, as {{name: NAME, only: [{source}]}}"
+            )
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(
+                f"rewards has {twice} twice for the data source {shown(source)}, and metrics go by name: let one of "
+                "them name other sources in only"
+            )
 
 
 class RewardWatch:

@@ -32,6 +32,9 @@ def length(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "die": os._exit(1)
     return len(solution_str) / 3
 
+def elsewhere(data_source, solution_str, ground_truth, extra_info):
+    return float(data_source == "elsewhere")
+
 def worker(data_source, solution_str, ground_truth, extra_info):
     return float(os.getpid())
 """
@@ -44,6 +47,9 @@ def scores_come_of_both(scorer: Scorer, workers: list[set[int]]) -> None:
     assert [score.parts["length"] for score in scores] == [i / 3 for i in range(100)]
     by_node = [sum(score.parts["worker"] in of_node for score in scores) for of_node in workers]
     assert sum(by_node) == 100 and min(by_node) >= 10, by_node
+    assert {name for score in scores for name in score.parts} == {"length", "worker"}
+    of_others = [scorer.start(of_source(trajectory("x", i), "elsewhere")) for i in range(20)]
+    assert {future.result(timeout=60).parts["elsewhere"] for future in of_others} == {1.0}
     raised = [scorer.start(trajectory("raise")) for _ in range(4)]
     (unknown,) = {str(future.result(timeout=60).unknown) for future in raised}
     assert "raised ValueError: no" in unknown
@@ -55,6 +61,7 @@ def what_a_rank_owns_is_scored_on_its_node(scorer: Scorer, workers: list[set[int
         for number in range(OWNED):
             told = handed(owned(rank, number), rank, number)
             score = scorer.start(told).result(timeout=60)
+            assert score.parts.keys() == {"length", "worker"}
             assert score.parts["length"] == len(owned(rank, number).text) / 3
             assert score.parts["worker"] in of_node
     failed = Outcome("failed", 1, None, UnknownReward("raised", "said no"), {})
@@ -62,6 +69,10 @@ def what_a_rank_owns_is_scored_on_its_node(scorer: Scorer, workers: list[set[int
         scorer.start(replace(handed(owned(1, 0), 1, 10**6), episode=failed)).result(timeout=60).unknown.values()
     )
     assert unknown == failed.failure
+
+
+def of_source(found: Trajectory, source: str) -> Trajectory:
+    return replace(found, prompt=replace(found.prompt, data_source=source))
 
 
 def owned(rank: int, number: int) -> Trajectory:
@@ -98,7 +109,8 @@ def a_dead_rank_is_told_of(scorer: Scorer, folder: Path) -> None:
 def opened(folder: Path) -> tuple[Scorer, list[set[int]]]:
     """A scorer, and the workers of both nodes."""
     before = {child.pid for child in psutil.Process().children()}
-    rewards = [RewardConfig(f"{folder}/mine.py:length"), RewardConfig(f"{folder}/mine.py:worker")]
+    rewards = [RewardConfig(f"{folder}/mine.py:{name}") for name in ("length", "elsewhere", "worker")]
+    rewards[1].only = ["elsewhere"]
     scorer = scorer_of_node(rewards, RewardWorkersConfig(num_workers=2, timeout_s=600.0))
     workers = gather_objects({child.pid for child in psutil.Process().children()} - before)
     assert list(map(len, workers)) == [2, 2], workers

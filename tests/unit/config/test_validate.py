@@ -47,7 +47,7 @@ WITHOUT_RULE = {
     "rollout.batch_invariant",
     "rollout.ignore_eos", "rollout.vllm", "environment.options",
     "trainer.megatron", "aqn.enabled", "aqn.include_router_norms",
-    "rewards[].name", "rewards[].weight", "rewards[].options", "parallel.sequence",
+    "rewards[].name", "rewards[].weight", "rewards[].options", "rewards[].only", "parallel.sequence",
     "parallel.overlap_grad_reduce", "parallel.overlap_param_gather",
     "platform.deterministic", "platform.mindspeed.features",
     "memory.optimizer_on_host", "checkpoint.async_save",
@@ -483,6 +483,8 @@ class TestModelDirectory:
     [
         (RewardConfig(name=""), "rewards[1].name is ''"),
         (RewardConfig(name="math"), "stands twice"),
+        (RewardConfig(name="math", only=["a"]), "stands twice"),
+        (RewardConfig(name="x", only=["a", " "]), "rewards[1].only is ['a', ' ']"),
         (RewardConfig(name="no/such.py:score"), "no/such.py is not a file"),
         (RewardConfig(name="package:"), "package.module:function"),
         (RewardConfig(name="x", weight=float("nan")), "rewards[1].weight is nan"),
@@ -492,6 +494,14 @@ def test_rewards(config, reward, part):
     config.rewards.append(reward)
     (line,) = problems(config)
     assert part in line
+
+
+def test_a_name_twice_for_other_sources_but_one_reward_model(config):
+    config.rewards = [RewardConfig("gsm8k", only=["a"]), RewardConfig("gsm8k", 2.0, only=["b"])]
+    assert problems(config) == []
+    model = {"path": config.model.path}
+    config.rewards = [RewardConfig("model", only=[source], options=model) for source in "ab"]
+    assert [line for line in problems(config) if "rewards[1].name is 'model', which stands twice" in line]
 
 
 def test_a_reward_in_a_file_or_a_module(config, tmp_path):
@@ -504,6 +514,18 @@ def test_files_of_other_packages_have_one_name():
     assert MANIFEST == manifest.MANIFEST
     assert fnmatch(records.PATTERN.format(3), RECORDED)
     assert set(NORM_ROLES) == set(get_args(NormRole))
+
+
+def test_files_of_which_the_first_rows_are_taken(config, tmp_path):
+    first = config.data.train_files[0]
+    config.data.train_files = [f"{first}[:5]"]
+    assert problems(config) == []
+    for entry in (f"{first}[:0]", f"{first}[2:4]", f"{first}[:-1]"):
+        config.data.train_files = [entry]
+        (line,) = problems(config)
+        assert f"data.train_files has {entry!r}, which does not exist" in line and "FILE[:N] for its first N" in line
+    config.data.train_files = [f"{tmp_path / 'gone.jsonl'}[:5]"]
+    assert "does not exist" in problems(config)[0]
 
 
 def test_an_output_directory_can_be_made(config, tmp_path):

@@ -256,7 +256,7 @@ def test_rows_of_others_are_conversations(tmp_path: Path, chatty: Any, row: dict
 def test_a_json_array_and_rows_without_a_truth(tmp_path: Path, plain: Any) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[{"prompt": "1="}, {"prompt": "2="}]')
-    prompts = PromptDataset.from_files(DataFiles([str(path)]), plain, DataConfig(), needs_truth=False).prompts
+    prompts = PromptDataset.from_files(DataFiles([str(path)]), plain, DataConfig(), needs_truth=lambda _: False).prompts
     assert [(prompt.text, prompt.ground_truth) for prompt in prompts] == [("1=", ""), ("2=", "")]
     with pytest.raises(InputError, match=r"rows.json row 1 has prompt but needs .* as a reward compares with it"):
         PromptDataset.from_files(DataFiles([str(path)]), plain, DataConfig())

@@ -343,6 +343,32 @@ def test_trials_that_go_wrong(probe: str, ran: Ran, check: str, words: str) -> N
     assert len(found) == 1 and words in found[0].found and found[0].fix
 
 
+FALLBACK = "Megatron-core runs unpatched, and its fused operators are torch_npu's, called directly"
+
+
+@pytest.mark.parametrize(
+    ("prepared", "said"),
+    [
+        (
+            ["MindSpeed 0.16.0 replaced 9 functions", "fused operators", "  norms by MindSpeed (x)", "  SwiGLU by y"],
+            [("ok", "fused operators: norms by MindSpeed (x); SwiGLU by y")],
+        ),
+        (
+            ["MindSpeed 0.16.0", "warning: MindSpeed's use_flash_attn cannot be used", "fused operators", "  a by b"],
+            [("warn", "MindSpeed's use_flash_attn cannot be used"), ("ok", "fused operators: a by b")],
+        ),
+        ([f"MindSpeed is not installed: {FALLBACK}"], [("ok", f"MindSpeed is not installed: {FALLBACK}")]),
+        ([f"warning: {FALLBACK}, because of x"], [("warn", f"{FALLBACK}, because of x")]),
+    ],
+    ids=["all", "some", "absent", "unfit"],
+)
+def test_whose_operators_a_run_takes_is_said(prepared: list[str], said: list[tuple[str, str]]) -> None:
+    ran = reported(engine="e", version="0.16.1", mindspeed=False, prepared=prepared)
+    found = of(findings(HEALTHY.but(probes={**HEALTHY.probes, "megatron": ran})), "Megatron")
+    assert [(f.state, f.found) for f in found][1:] == said
+    assert all(f.fix for f in found if f.state == "warn")
+
+
 def test_a_refusal_is_said_once() -> None:
     ran = Ran(1, "", "Traceback ...\nmega_rl.errors.InputError: CANN is missing: install it\n")
     found = [f for f in findings(HEALTHY.but(probes=dict.fromkeys(HEALTHY.probes, ran))) if f.area == "trials"]

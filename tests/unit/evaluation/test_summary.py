@@ -57,6 +57,28 @@ def test_right_and_wrong_by_the_reward_with_a_truth() -> None:
         Grading.of(REWARDS, "boxed")
 
 
+def test_every_source_is_graded_by_its_own_reward() -> None:
+    """Of two sources, one reward has no answers that could be counted: no majority there, nor over both."""
+    rewards = [
+        RewardConfig("gsm8k", only=["g*"]),
+        RewardConfig("m.py:proved", only=["m"]),
+        RewardConfig("overlong", 0.5, {"max_length": 9, "buffer": 2}),
+    ]
+    proved = {"kind": "sampled", "text": "qed", "parts": {"proved": 1.0}, "num_tokens": 3, "finish_reason": "stop"}
+    records = [problem(0, "1", response("sampled", "#### 1", 1.0), source="gsm"), problem(1, "", proved, source="m")]
+    grading = Grading.of(rewards)
+    found = outcomes(records, grading)
+    assert [(one.sampled, one.votes) for one in found] == [((True,), ("1",)), ((True,), (None,))]
+    summary = summarise(found, [1], grading, DRAWN)
+    assert {name: set(of["metrics"]) for name, of in summary["sources"].items()} == {
+        "gsm": {"pass@1", "maj@1"}, "m": {"pass@1"}, ALL: {"pass@1"},
+    }  # fmt: skip
+    assert summary["right"]["reward"] == "gsm8k, proved" and "the reward proved" in summary["notes"][0]
+    by_length = Grading.of(rewards, "overlong", 0.0)
+    assert {by_length.of_source(source).reward for source in ("gsm", "m", "other")} == {"overlong"}
+    assert Grading.of(rewards, "proved").of_source("gsm").reward == "gsm8k"
+
+
 def test_figures_by_hand() -> None:
     grading = Grading.of(REWARDS)
     found = summarise(outcomes(RECORDS, grading), [1, 2, 3], grading, DRAWN)

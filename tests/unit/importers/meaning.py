@@ -208,6 +208,7 @@ def trl(given: Mapping[str, Any], devices: int) -> Meaning:
     samples = get("per_device_train_batch_size") * get("gradient_accumulation_steps") * devices
     rounds = get("steps_per_generation") or get("gradient_accumulation_steps")
     generated = get("generation_batch_size") or get("per_device_train_batch_size") * devices * rounds
+    generated = max(generated, samples)  # accumulated over several rounds of sampling, with the same weights
     warm = given.get("warmup_ratio", 0.0) if not get("warmup_steps") else get("warmup_steps")
     high = get("epsilon") if get("epsilon_high") is None else get("epsilon_high")
     # CISPO's bound is the largest weight itself, and it has no lower one.
@@ -307,7 +308,89 @@ def mindspeed_rl(given: Mapping[str, Any], devices: int) -> Meaning:
     )  # fmt: skip
 
 
+def slime(given: Mapping[str, Any], devices: int) -> Meaning:
+    get = Theirs("slime", "all", given)
+    prompts, n = get("rollout_batch_size"), get("n_samples_per_prompt")
+    updates = get("num_steps_per_rollout") or prompts * n // (get("global_batch_size") or prompts * n)
+    context, response = get("rollout_max_context_len"), get("rollout_max_response_len")
+    # Without a limit of their own, prompts get what the context leaves; without a context, any length.
+    prompt = get("rollout_max_prompt_len") or (context - response if context else 2048)
+    kind, weight = get("kl_loss_type"), get("kl_loss_coef") if get("use_kl_loss") else 0
+    estimator = {"k1": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}[kind]
+    high = get("eps_clip") if get("eps_clip_high") is None else get("eps_clip_high")
+    heat = get("rollout_temperature") if get("eval_temperature") is None else get("eval_temperature")
+    is_greedy = not heat or get("eval_top_k") == 1
+    estimates = get("advantage_estimator")
+    iterations = get("lr_warmup_iters")
+    share = get("lr_warmup_fraction")
+    return Meaning(
+        rows=prompts,
+        samples=prompts * n,
+        updates=updates,
+        length=prompt + response,
+        rate=(get("lr"), get("min_lr"), get("lr_decay_style")),
+        warm_up=iterations if share is None else ceil(share * STEPS),
+        adam=(get("adam_beta1"), get("adam_beta2"), get("adam_eps")),
+        decay=get("weight_decay"),
+        sizes=tuple(get(f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline")) + (
+            get("context_parallel_size"), get("expert_model_parallel_size")),
+        kl=("loss", weight, estimator) if weight else None,  # an estimator of groups does not read kl_coef
+        bounds=(round(1 - min(get("eps_clip"), 1.0), 9), round(1 + high, 9),
+                None if estimates == "cispo" else get("eps_clip_c")),
+        reduction="token_mean" if get("calculate_per_token_loss") and estimates != "gspo" else "sequence_mean",
+        sampling=(n, get("rollout_temperature")),
+        validation=(0, None) if is_greedy else (get("n_samples_per_eval_prompt"), heat),
+        is_tower_trained=False,
+        saves=get("save_interval"),
+    )  # fmt: skip
+
+
+def swift(given: Mapping[str, Any], devices: int) -> Meaning:
+    """GRPO, with Megatron where the batch is a whole one, and without where it counts per device."""
+    is_megatron = "global_batch_size" in given
+    get = Theirs("swift", "megatron" if is_megatron else "rlhf", given)
+    n, beta = get("num_generations"), get("beta")
+    if is_megatron:
+        sequences, rounds = get("global_batch_size"), get("steps_per_generation") or 1
+        rate = (get("lr") or (1e-5 if get("tuner_type") == "full" else 1e-4), get("min_lr"), get("lr_decay_style"))
+        share, iterations = get("lr_warmup_fraction"), get("lr_warmup_iters")
+        sizes = tuple(get(f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline"))
+        sizes += (get("context_parallel_size"), get("expert_model_parallel_size"))
+        epsilon = get("adam_eps")
+    else:
+        spans = get("gradient_accumulation_steps") or 1
+        context = get("sequence_parallel_size")
+        sequences = get("per_device_train_batch_size") * spans * devices // context
+        rounds = max(1, (get("steps_per_generation") or spans) / spans)  # several rounds may be accumulated
+        rate = (get("learning_rate") or (1e-5 if get("tuner_type") == "full" else 1e-4), 0.0, get("lr_scheduler_type"))
+        share, iterations, sizes = get("warmup_ratio") or None, get("warmup_steps"), (1, 1, context, 1)
+        epsilon = get("adam_epsilon")
+    generated = max(get("generation_batch_size") or int(sequences * rounds), sequences)
+    high = get("epsilon") if get("epsilon_high") is None else get("epsilon_high")
+    kind, by_sequence = get("loss_type") or "grpo", get("importance_sampling_level") == "sequence"
+    reductions = {"grpo": "sequence_mean", "dr_grpo": "sequence_mean_token_sum_norm"}
+    beta = 0.04 if beta is None else beta
+    return Meaning(
+        rows=generated // n,
+        samples=generated // n * n,
+        updates=generated // sequences,
+        length=(get("max_length") or 2048) + get("max_completion_length"),
+        rate=rate,
+        warm_up=iterations if share is None else ceil(share * STEPS),
+        adam=(get("adam_beta1"), get("adam_beta2"), epsilon),
+        decay=get("weight_decay"),
+        sizes=sizes,
+        kl=("loss", beta, "k3") if beta else None,
+        bounds=(round(1 - get("epsilon"), 9), round(1 + high, 9), get("delta")),
+        reduction="sequence_mean" if by_sequence else reductions.get(kind, "token_mean"),
+        sampling=(n, get("temperature")),
+        validation=(1, 1.0),
+        is_tower_trained=not get("freeze_vit"),
+        saves=max(1, round(get("save_steps") * sequences / generated)) if get("save_strategy") == "steps" else None,
+    )
+
+
 INTERPRETERS: dict[str, Callable[[Mapping[str, Any], int], Meaning]] = {
     "verl": verl, "areal": areal, "openrlhf": openrlhf, "trl": trl, "llamafactory": llamafactory,
-    "mindspeed_rl": mindspeed_rl,
+    "mindspeed_rl": mindspeed_rl, "slime": slime, "swift": swift,
 }  # fmt: skip

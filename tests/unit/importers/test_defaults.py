@@ -27,6 +27,12 @@ BEGINNINGS: dict[str, dict[str, Given]] = {
     },
     "trl": {task: Given({}, ["trl", task]) for task in programs("trl")},
     "llamafactory": {"v0": Given({"stage": "sft"}), "v1": Given({"model": "m"})},
+    "swift": {
+        "megatron": Given({"rlhf_type": "grpo"}, ["megatron", "rlhf"]),
+        "sft": Given({}, ["swift", "sft"]),
+        "rlhf": Given({"rlhf_type": "grpo"}, ["swift", "rlhf"]),
+    },
+    "slime": {"all": Given({"rollout_batch_size": 8})},
     "mindspeed_rl": {kind: Given({"megatron_training.stage": kind}) for kind in ("rl", "dpo")},
 }
 CASES = [(name, program) for name in NEIGHBOURS for program in programs(name)]
@@ -64,13 +70,15 @@ def test_a_file_that_says_nothing_has_their_defaults(neighbour: str, program: st
         assert draft.result.get(name, default_of(name)) in values or name in BY_RULES, name
 
 
-@pytest.mark.parametrize("neighbour", ["areal", "openrlhf", "trl", "llamafactory", "mindspeed_rl"])
+@pytest.mark.parametrize("neighbour", ["areal", "openrlhf", "trl", "llamafactory", "mindspeed_rl", "slime", "swift"])
 def test_what_rules_compute_of_nothing_is_what_their_code_computes(neighbour: str) -> None:
     least: dict[str, dict[str, Any]] = {
         "areal": {"actor.backend": "fsdp:d8", "train_dataset.max_length": 512},
         "openrlhf": {"rollout.batch_size": 1024},
         "trl": {"num_generations": 8},
         "llamafactory": {"stage": "sft"},
+        "swift": {"rlhf_type": "grpo", "max_length": 512, "global_batch_size": 16},
+        "slime": {"rollout_batch_size": 8, "rollout_max_response_len": 1024},
         "mindspeed_rl": {f"actor_config.{key}": 1 for key in ("global_batch_size", "micro_batch_size", "lr")},
     }
     given = least[neighbour]

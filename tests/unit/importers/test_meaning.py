@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,15 @@ import torch
 
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.policy_loss import cispo_loss
+from mega_rl.config.schema.data_file import DataFile
+from mega_rl.config.schema.sampling import RewardConfig
+from mega_rl.config.schema.sources import rewards_of
+from mega_rl.data.rows.rows import DataFiles, write_parquet
 from mega_rl.errors import InputError
 from mega_rl.importers.convert import convert
 from mega_rl.importers.draft.draft import Draft
 from mega_rl.importers.draft.reading import Given
+from mega_rl.rewards.functions.registry import bind
 from tests.unit.importers.meaning import INTERPRETERS, differing, ours
 
 DEVICES = 8
@@ -27,6 +34,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "llamafactory": {"stage": "sft", "finetuning_type": "full", "model_name_or_path": "m"},
     "mindspeed_rl": {"megatron_training.global_batch_size": 64, "actor_config.lr": 1e-6,
                      "actor_config.micro_batch_size": 2},
+    "swift": {"rlhf_type": "grpo", "max_length": 1024, "global_batch_size": 64, "tuner_type": "full"},
+    "slime": {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "rollout_max_response_len": 1024},
 }  # fmt: skip
 DRAWN: dict[str, dict[str, list[Any]]] = {
     "verl": {
@@ -66,8 +75,9 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
         "ds.tensor_parallel_size": [2], "ckpt.save_steps": [-1, 20], "actor.freeze_visual_encoder": [True],
     },
     "trl": {
-        "per_device_train_batch_size": [4, 16], "gradient_accumulation_steps": [2, 4], "steps_per_generation": [4, 8],
-        "num_generations": [4, 16], "max_completion_length": [2048], "temperature": [0.7], "beta": [0.04],
+        "per_device_train_batch_size": [4, 16], "gradient_accumulation_steps": [2, 4],
+        "steps_per_generation": [1, 4, 8], "num_generations": [4, 16], "max_completion_length": [2048],
+        "temperature": [0.7], "beta": [0.04],
         "loss_type": ["grpo", "dr_grpo", "dapo", "cispo"], "epsilon": [0.3], "epsilon_high": [5.0], "delta": [4.0],
         "learning_rate": [2e-6], "warmup_ratio": [0.1], "warmup_steps": [10], "adam_beta2": [0.95],
         "lr_scheduler_type": ["constant", "cosine"], "weight_decay": [0.1], "save_strategy": ["no"], "save_steps": [64],
@@ -95,6 +105,29 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
         "rl_config.init_kl_coef": [0, 0.001], "rl_config.kl_penalty": ["kl", "low_var_kl"],
         "rl_config.filter_groups_enable": [True], "rl_config.filter_groups_train_batch_size": [32],
     },
+    "swift": {
+        "global_batch_size": [128], "steps_per_generation": [1, 4], "num_generations": [4, 16], "max_length": [4096],
+        "max_completion_length": [2048], "temperature": [0.7], "beta": [0.0, 0.001], "epsilon": [0.1],
+        "epsilon_high": [0.28], "delta": [4.0], "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo"],
+        "importance_sampling_level": ["token", "sequence"], "lr": [1e-6], "min_lr": [1e-7],
+        "lr_decay_style": ["constant", "linear"], "lr_warmup_fraction": [0.05], "lr_warmup_iters": [10],
+        "adam_beta2": [0.99], "adam_eps": [1e-7], "weight_decay": [0.01], "tensor_model_parallel_size": [2],
+        "pipeline_model_parallel_size": [2], "context_parallel_size": [2], "expert_model_parallel_size": [4],
+        "freeze_vit": [True, False], "save_steps": [64], "tuner_type": ["lora"],
+    },
+    "slime": {
+        "rollout_batch_size": [64], "global_batch_size": [128, 256], "num_steps_per_rollout": [2],
+        "rollout_max_response_len": [8192], "rollout_max_context_len": [16384], "rollout_max_prompt_len": [512],
+        "rollout_temperature": [0.8], "eval_temperature": [0.0, 0.6], "eval_top_k": [1, -1],
+        "n_samples_per_eval_prompt": [16], "advantage_estimator": ["grpo", "gspo", "cispo"], "eps_clip": [0.1, 1.0],
+        "eps_clip_high": [0.28, 4.0], "eps_clip_c": [3.0], "use_kl_loss": [True], "kl_loss_coef": [0.0, 0.001],
+        "kl_loss_type": ["k1", "k2", "k3", "low_var_kl"], "kl_coef": [0.01], "calculate_per_token_loss": [True],
+        "lr": [5e-6], "min_lr": [1e-7], "lr_decay_style": ["constant", "cosine"], "lr_warmup_fraction": [0.1],
+        "lr_warmup_iters": [10], "adam_beta2": [0.98], "adam_eps": [1e-6], "weight_decay": [0.1],
+        "tensor_model_parallel_size": [2], "pipeline_model_parallel_size": [2], "context_parallel_size": [2],
+        "expert_model_parallel_size": [8], "expert_tensor_parallel_size": [1], "save_interval": [20],
+        "rollout_shuffle": [True], "use_tis": [True], "colocate": [True],
+    },
 }  # fmt: skip
 
 
@@ -112,6 +145,25 @@ def test_files_mean_the_same(neighbour: str) -> None:
             given["epsilon_high"] = 5.0
         wanted = INTERPRETERS[neighbour](given, DEVICES)
         assert differing(ours(imported(neighbour, given).result), wanted) == {}, given
+
+
+SWIFT = {
+    "per_device_train_batch_size": [2, 4], "gradient_accumulation_steps": [2, 4], "steps_per_generation": [1, 4, 8],
+    "sequence_parallel_size": [2], "generation_batch_size": [32], "save_strategy": ["no"],
+    "learning_rate": [1e-6], "warmup_ratio": [0.05], "warmup_steps": [10],
+    "lr_scheduler_type": ["constant", "linear"], "tuner_type": ["full"], "beta": [0.0, 0.01], "adam_epsilon": [1e-7],
+}  # fmt: skip
+
+
+def test_swift_without_megatron_means_the_same() -> None:
+    draw = random.Random("swift")
+    for _ in range(200):
+        chosen = draw.sample(list(SWIFT), draw.randint(0, len(SWIFT)))
+        given = {"rlhf_type": "grpo", "max_length": 512, "num_generations": 4, "per_device_train_batch_size": 8}
+        given |= {key: draw.choice(SWIFT[key]) for key in chosen}
+        if "warmup_ratio" in given:
+            given.pop("warmup_steps", None)  # they refuse both
+        assert differing(ours(imported("swift", given).result), INTERPRETERS["swift"](given, DEVICES)) == {}, given
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "low_var_kl+", "k3", "k3+", "k1+", "kl+", "mse", "mse+", "k2"])
@@ -163,18 +215,61 @@ def test_two_places_of_the_kl_are_two_advantages() -> None:
     assert abs(theirs.sum().item()) < 1e-6 and mine.sum().item() == pytest.approx(-kl.sum().item(), abs=1e-6)
 
 
+def rows_read(folder: Path, entries: list[str]) -> list[tuple[str, int]]:
+    """File and number of every row that the imported configuration reads, of files of six rows each."""
+    for entry in entries:
+        path = folder / DataFile.of(entry).path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"n": number} for number in range(6)]
+        path.write_text(json.dumps(rows)) if path.suffix == ".json" else write_parquet(path, rows)
+    return [(row.file.stem, row.get("n")) for row in DataFiles([str(folder / entry) for entry in entries]).rows()]
+
+
+@pytest.mark.parametrize("limit", [4, 9, None])
+@pytest.mark.parametrize("stage", ["sft", "pt", "dpo", "rm", "kto"])
+def test_rows_of_each_data_set_of_llamafactory(tmp_path: Path, stage: str, limit: int | None) -> None:
+    """Theirs takes ``range(min(max_samples, len))`` of every set, held-out ones too, before it merges them."""
+    given = FIXED["llamafactory"] | {"stage": stage, "dataset": "a,b", "eval_dataset": "c", "max_samples": limit}
+    draft = imported("llamafactory", given)
+    taken = range(min(limit or 6, 6))
+    assert rows_read(tmp_path, draft.result["data.train_files"]) == [(name, n) for name in "ab" for n in taken]
+    assert rows_read(tmp_path, draft.result["data.val_files"]) == [("c", n) for n in taken]
+    assert draft.outcomes["max_samples"].became == ("same" if limit is None else "mapped")
+    assert draft.result.get("data.max_val_samples") is None
+    alone = imported("llamafactory", FIXED["llamafactory"] | {"eval_dataset": "c", "max_samples": 2})
+    assert alone.result["data.val_files"] == ["data/c.json[:2]"]
+
+
 @pytest.mark.parametrize(
-    ("neighbour", "key", "value"),
+    ("neighbour", "key", "files"),
     [
-        ("llamafactory", "max_samples", 1000),
-        ("openrlhf", "data.max_samples", 1000),
-        ("verl", "data.train_max_samples", 64),
+        ("openrlhf", "data.max_samples", "data.prompt_dataset"),
+        ("verl", "data.train_max_samples", "data.train_files"),
     ],
 )
-def test_a_limit_on_training_rows_is_refused_and_leaves_validation_alone(neighbour: str, key: str, value: int) -> None:
-    draft = imported(neighbour, FIXED[neighbour] | {key: value})
-    assert draft.outcomes[key].became == "none" and "cut the files" in draft.outcomes[key].text
-    assert "data.max_val_samples" not in draft.result
+def test_rows_of_all_files_together(tmp_path: Path, neighbour: str, key: str, files: str) -> None:
+    """Theirs counts them after merging; of one file that is the file's own bound, of several it has none here."""
+    one = imported(neighbour, FIXED[neighbour] | {files: "d/a.parquet", key: 4})
+    assert len(rows_read(tmp_path, one.result["data.train_files"])) == 4
+    assert neighbour != "verl" or any("drawn at random" in note for note in one.notes)
+    several = imported(neighbour, FIXED[neighbour] | {files: ["d/a.parquet", "d/b.parquet"], key: 4})
+    outcome = several.outcomes[key]
+    assert outcome.became == "none" and "FILE[:N]" in outcome.text
+    assert len(rows_read(tmp_path, several.result["data.train_files"])) == 12
+    none = imported(neighbour, FIXED[neighbour] | {files: "d/a.parquet", key: -1})
+    assert none.outcomes[key].became == "same" and none.result["data.train_files"] == ["d/a.parquet"]
+    assert not {key for key in several.result if key.endswith("max_val_samples")}
+
+
+def test_rows_of_a_split_of_trl(tmp_path: Path) -> None:
+    given = FIXED["trl"] | {"dataset_name": "x/sums"}
+    part = imported("trl", given | {"dataset_train_split": "train[:4]"})
+    assert len(rows_read(tmp_path, part.result["data.train_files"])) == 4
+    assert imported("trl", given | {"dataset_train_split": "descriptiveness"}).result["data.train_files"] == [
+        "data/sums/train.parquet"
+    ]
+    share = imported("trl", given | {"dataset_train_split": "train[:5%]"})
+    assert share.outcomes["dataset_train_split"].became == "none"
 
 
 @pytest.mark.parametrize(
@@ -235,12 +330,70 @@ def test_staleness_of_areal(given: dict[str, int]) -> None:
     assert result.get("rollout.mode", "synchronous") == ("in_flight" if versions else "synchronous")
 
 
-def test_data_sets_that_need_different_rewards_get_none() -> None:
-    files = ["data/gsm8k/train.parquet", "data/math/train.parquet"]
-    both = imported("verl", {"algorithm.adv_estimator": "grpo", "data.train_files": files})
-    assert both.rewards == [] and any("gsm8k and math_verify" in note for note in both.notes)
-    one = imported("verl", {"algorithm.adv_estimator": "grpo", "data.train_files": files[:1]})
-    assert [reward["name"] for reward in one.rewards] == ["gsm8k"]
+BOX, THINK = r"it is \\boxed{%s}", r"<think>so</think> it is \\boxed{%s}"
+# data_source -> responses to a row whose truth is 7, with what verl's function for that source gives them.
+OF_VERL: dict[str, dict[str, float]] = {
+    "openai/gsm8k": {"#### 7": 1.0, "#### 8": 0.0, "7": 0.0, BOX % 7: 0.0},
+    "DigitalLearningGmbH/MATH-lighteval": {BOX % 7: 1.0, BOX % 8: 0.0, "#### 7": 0.0},
+    "HuggingFaceH4/MATH-500": {BOX % 7: 1.0, "Answer: 7": 0.0},
+    "hiyouga/geometry3k": {THINK % 7: 1.0, BOX % 7: 0.9, THINK % 8: 0.1, BOX % 8: 0.0},
+    "math_dapo": {"Answer: 7": 1.0, "Answer: 8": -1.0, BOX % 7: -1.0},
+    "aime2024": {"Answer: 7": 1.0, "#### 7": -1.0},
+}
+# Files -> the sources of their rows.
+FILES_OF_VERL = {
+    ("gsm8k", "math"): ("openai/gsm8k", "DigitalLearningGmbH/MATH-lighteval"),
+    ("geo3k",): ("hiyouga/geometry3k",),
+    ("gsm8k", "geo3k", "MATH-500", "aime-2024"): (
+        "openai/gsm8k", "hiyouga/geometry3k", "HuggingFaceH4/MATH-500", "aime2024",
+    ),
+    ("dapo-math-17k", "aime-2024"): ("math_dapo", "aime2024"),
+    ("gsm8k",): ("openai/gsm8k",),
+    ("math",): ("HuggingFaceH4/MATH-500",),
+}  # fmt: skip
+
+
+def scored(rewards: list[dict[str, Any]], source: str, response: str) -> float:
+    """The reward of a row: what the entries for its source come to."""
+    total, entries = 0.0, rewards_of([RewardConfig(**entry) for entry in rewards], source)
+    assert entries, f"no reward scores {source}"
+    for entry in entries:
+        reward = bind(entry.name, entry.options)
+        total += entry.weight * reward.function(**reward.arguments([(source, response, "7", {}, 1)]))
+    return total
+
+
+@pytest.mark.parametrize("folders", FILES_OF_VERL)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_which_reward_scores_a_row_of_verl(folders: tuple[str, ...], held_out: bool) -> None:
+    files = [f"$HOME/data/{folder}/train.parquet" for folder in folders]
+    named = {"data.train_files": files[:1], "data.val_files": files} if held_out else {"data.train_files": files}
+    rewards = imported("verl", {"algorithm.adv_estimator": "grpo"} | named).rewards
+    for source in FILES_OF_VERL[folders]:
+        found = {response: scored(rewards, source, response) for response in OF_VERL[source]}
+        assert found == pytest.approx(OF_VERL[source]), source
+
+
+def test_a_data_set_that_is_not_known_gets_no_reward_of_another() -> None:
+    files = ["data/gsm8k/train.parquet", "data/own/train.parquet"]
+    draft = imported("verl", {"algorithm.adv_estimator": "grpo", "data.train_files": files})
+    assert rewards_of([RewardConfig(**entry) for entry in draft.rewards], "own") == []
+    assert any("data/own/train.parquet" in note and "add an entry" in note for note in draft.notes)
+    assert imported("verl", {"algorithm.adv_estimator": "grpo", "data.train_files": files[1:]}).rewards == []
+
+
+def test_the_reward_of_gsm8k_of_areal_reads_a_box() -> None:
+    given = FIXED["areal"] | {"train_dataset.path": "openai/gsm8k"}
+    assert scored(imported("areal", given).rewards, "openai/gsm8k", BOX % 7) == 1.0
+
+
+def test_what_swift_reads_from_a_file_and_learns_from() -> None:
+    given = {"model": "m", "system": "prompt.txt", "loss_scale": "last_round"}
+    draft = imported("swift", given)
+    assert {key for key, outcome in draft.outcomes.items() if outcome.became == "none"} == {"system", "loss_scale"}
+    given = {"rlhf_type": "dpo", "system": "Think.", "loss_scale": "last_round"}
+    draft = imported("swift", given)
+    assert draft.result["data.system_prompt"] == "Think." and draft.outcomes["loss_scale"].became == "same"
 
 
 @pytest.mark.parametrize(

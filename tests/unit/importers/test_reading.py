@@ -72,6 +72,58 @@ def test_keys_in_a_string_are_not_lost() -> None:
     }
 
 
+SLIME = """
+TARGETS=(q_proj v_proj)
+CKPT_ARGS=(
+   --hf-checkpoint models/Qwen3-4B
+   # --load elsewhere
+)
+EMPTY=()
+ray start --head --node-ip-address 127.0.0.1 --num-gpus 8
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="{}" \\
+   -- python3 train.py --colocate ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} --lora-target-modules ${TARGETS[@]} ${EMPTY[@]} \\
+   --actor-num-gpus-per-node 8 2>&1 | tee log
+"""
+
+
+def test_arrays_and_launchers_of_ray() -> None:
+    given = read(SLIME)
+    assert given.values == {
+        "hf_checkpoint": "models/Qwen3-4B",
+        "colocate": True,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "actor_num_gpus_per_node": 8,
+    }
+    assert given.unresolved == {} and given.program == ["train.py"]
+
+
+SWIFT = """
+# swift rollout --model m
+CUDA_VISIBLE_DEVICES=0 swift rollout --model other --vllm_data_parallel_size 2
+NPROC_PER_NODE=4 MAX_PIXELS=50176 \\
+megatron rlhf --rlhf_type grpo --model m --dataset 'a/b#1000' --global_batch_size 64 --max_length 512
+"""
+
+
+def test_commands_of_swift_that_train_nothing_are_left_out() -> None:
+    given = read(SWIFT)
+    assert given.program == ["megatron", "rlhf"] and given.values["model"] == "m"
+    draft = convert("swift", given)
+    assert draft.num_devices == 4 and draft.result["data.max_pixels"] == 50176
+    assert draft.result["data.train_files"] == ["data/b/train.jsonl"]
+    assert draft.outcomes["dataset"].became == "none" and "a/b#1000" in draft.outcomes["dataset"].text
+
+
+@pytest.mark.parametrize(("groups", "placement"), [([["train", "rollout"]], "colocated"), (None, "separate")])
+def test_sections_of_swift_through_ray(groups: Any, placement: str) -> None:
+    given = {"rlhf_type": "grpo", "global_batch_size": 16, "train.gpus": 4, "train.tuner_type": "lora"}
+    given |= {"rollout.gpus": 8, "rollout.vllm_tensor_parallel_size": 2, "colocate_groups": groups}
+    draft = convert("swift", Given(given))
+    assert draft.num_devices == 4 and draft.result["tuning.method"] == "lora"
+    assert draft.result["rollout.placement"] == placement
+    assert draft.result.get("rollout.num_engines") == (4 if placement == "separate" else None)
+
+
 def test_what_a_script_computes_is_asked_for_and_taken() -> None:
     text = (
         "python3 -m verl.trainer.main_ppo trainer.nnodes=$(nodes) data.train_batch_size=$BATCH trainer.total_epochs=1"
@@ -122,6 +174,8 @@ def test_null_and_what_is_off_is_needless(neighbour: str) -> None:
         "openrlhf": ["train.async_enable", "algo.kl.target"],
         "trl": ["use_adaptive_entropy", "tf32"],
         "llamafactory": ["use_galore", "freeze_language_model"],
+        "swift": ["freeze_llm", "teacher_model"],
+        "slime": ["use_opd", "custom_tis_function_path"],
         "mindspeed_rl": ["rl_config.multi_turn_enable", "megatron_training.reuse_fp32_param"],
     }[neighbour]
     for value in (None, False):
@@ -142,6 +196,8 @@ def test_null_and_what_is_off_is_needless(neighbour: str) -> None:
         ("llamafactory", "warmup_steps", "soon", {"learning_rate": 1e-5}),
         ("openrlhf", "algo.kl.init_coef", [1], {"data.max_len": 4096, "rollout.batch_size": 64}),
         ("areal", "actor.kl_ctl", "x", {"actor.eps_clip_higher": 0.3}),
+        ("swift", "temperature", "warm", {"rlhf_type": "grpo", "global_batch_size": 64}),
+        ("slime", "eps_clip", "wide", {"rollout_batch_size": 64, "eps_clip_high": 0.28}),
         ("mindspeed_rl", "rl_config.kl_penalty", "full", {"rl_config.clip_ratio": 0.1}),
     ],
 )

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config.schema.sections import TOKENS_PER_MICROBATCH, RunConfig
+from mega_rl.data.rows.rows import write_jsonl, write_parquet
 from mega_rl.models.shape import ModelShape, read_model_shape
 from mega_rl.planning.automatic import HEADROOM, automatic
 from mega_rl.planning.memory_plan import Machine, make_plan
+from mega_rl.planning.steps import run_length
 
 GIB = 1 << 30
 MODEL = {  # Qwen2.5-1.5B's layers
@@ -145,3 +147,13 @@ def test_weights_are_collected_late_where_the_next_pass_is_the_first_to_read_the
     assert chosen.parallel.overlap_param_gather is expected
     assert chosen.parallel.overlap_grad_reduce is not None and chosen.parallel.overlap_grad_reduce >= expected
     assert any(line.startswith("parallel.overlap_param_gather") for line in lines) == (given is None and expected)
+
+
+def test_rows_are_counted_as_they_are_read(config: RunConfig, tmp_path: Path) -> None:
+    lines, table = tmp_path / "a.jsonl", tmp_path / "b.parquet"
+    write_jsonl(lines, [{"prompt": "1"}] * 50)
+    write_parquet(table, [{"prompt": "1"}] * 50)
+    config.data.train_batch_size = 10
+    for entries, number in (([lines], 50), ([f"{lines}[:20]", f"{table}[:30]"], 50), ([f"{lines}[:70]", table], 100)):
+        config.data.train_files = list(map(str, entries))
+        assert run_length(config).num_rows == number and run_length(config).steps_per_epoch == number // 10

@@ -1,6 +1,7 @@
-"""MindSpeed's keys, tried on a small package that stands in for MindSpeed, which is on no package index.
+"""MindSpeed's keys and operators, tried on small packages that stand in for MindSpeed, which is on no package index.
 
-It registers features, parses a command line and patches as MindSpeed core_r0.16.0 does, but it is not MindSpeed.
+One registers features, parses a command line and patches as MindSpeed core_r0.16.0 does, the other
+(``tests/pretended/mindspeed.py``) has its operators; neither is MindSpeed.
 """
 
 from __future__ import annotations
@@ -8,16 +9,26 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
+from mega_rl import platform
 from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.errors import InputError
-from mega_rl.platform.ascend import mindspeed
+from mega_rl.platform.ascend import mindspeed, mindspeed_kernels
 from mega_rl.platform.contract import versions
-from tests.launching.launch import run
+from mega_rl.platform.operators.npu_kernels import DIRECT, AscendOperators
+from tests.launching.launch import REPO, run
+from tests.npu import mindspeed_operators
+from tests.npu.kernels import counts
+from tests.npu.recorder import RecordingTorchNpu
+from tests.operator_cases import OperatorCase, compare, operator_cases, outcome
+from tests.pretended import mindspeed as pretended
 
 FEATURES = """
 LAYER = "megatron.core.transformer.transformer_layer"
@@ -126,7 +137,7 @@ def manager(packages: Path) -> Any:
         ({"buffer_pad": 64, "zero_memory": "level0"}, ["--buffer-pad", "64", "--zero-memory", "level0"]),
         ({"reuse_param": True}, ["--reuse-param"]),
         ({"reuse_param": False}, []),
-        ({"use_flash_attn": True}, []),  # mega_rl's own operators
+        ({"use_flash_attn": True, "moe_grouped_gemm": False}, []),  # operators are not taken by its command line
     ],
 )
 def test_features_become_mindspeeds_command_line(manager: Any, features: dict[str, Any], words: list[str]) -> None:
@@ -143,7 +154,6 @@ def test_features_become_mindspeeds_command_line(manager: Any, features: dict[st
         ({"zero_memory": "level9"}, "MindSpeed refuses --zero-memory level9"),
         ({"reuse_param": "yes"}, "set it to true or false"),
         ({"context_parallel_algo": "ulysses_cp_algo"}, "mega_rl decides itself: remove it, and set parallel.context"),
-        ({"use_flash_attn": False}, "attention runs on npu_fusion_attention always: remove it"),
     ],
 )
 def test_a_feature_that_cannot_be_is_one_sentence(manager: Any, features: dict[str, Any], sentence: str) -> None:
@@ -152,39 +162,184 @@ def test_a_feature_that_cannot_be_is_one_sentence(manager: Any, features: dict[s
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
+FALLBACK = "Megatron-core runs unpatched, and its fused operators are torch_npu's, called directly"
+
+
 def test_without_mindspeed_the_mode_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not mindspeed.is_used(MindSpeedConfig())
-    assert not mindspeed.is_used(MindSpeedConfig(features={"use_flash_attn": True}))
+    for features in ({}, {"use_flash_attn": True}, {"use-flash-attn": False}):
+        assert mindspeed.without(MindSpeedConfig(features=features)) == [f"MindSpeed is not installed: {FALLBACK}"]
+    assert mindspeed.without(MindSpeedConfig(mode="off")) == [f"MindSpeed is off: {FALLBACK}"]
     with pytest.raises(InputError, match="mode is required, but MindSpeed is not installed: install"):
-        mindspeed.is_used(MindSpeedConfig(mode="required"))
+        mindspeed.without(MindSpeedConfig(mode="required"))
     with pytest.raises(InputError, match="has 'reuse_fp32_param', but MindSpeed is not installed: install"):
-        mindspeed.is_used(MindSpeedConfig(features={"reuse_fp32_param": True}))
+        mindspeed.without(MindSpeedConfig(features={"reuse_fp32_param": True}))
+    with pytest.raises(InputError, match="features.use_flash_attn is 'yes': set it to true or false"):
+        mindspeed.without(MindSpeedConfig(features={"use_flash_attn": "yes"}))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert mindspeed.is_used(MindSpeedConfig()) and not mindspeed.is_used(MindSpeedConfig(mode="off"))
+    monkeypatch.setattr(versions, "installed", lambda: {"mindspeed": "0.16.0", "megatron-core": "0.16.1"})
+    monkeypatch.setattr(mindspeed, "_manager", lambda: None)
+    assert mindspeed.without(MindSpeedConfig()) is mindspeed.without(MindSpeedConfig(mode="required")) is None
 
 
-def test_a_mindspeed_for_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = versions.installed() | {"mindspeed": "0.12.1", "megatron-core": "0.16.1"}
+def broken() -> None:
+    raise ModuleNotFoundError("No module named 'einops'")
+
+
+@pytest.mark.parametrize(
+    ("version", "manager", "reason"),
+    [
+        (
+            "0.12.1",
+            lambda: None,
+            "MindSpeed 0.12.1 patches another Megatron-core than 0.16.1: install MindSpeed's branch",
+        ),
+        ("0.16.0", broken, "MindSpeed does not load: it needs einops (No module named 'einops'); fix its installation"),
+    ],
+    ids=["another Megatron", "does not load"],
+)
+def test_a_mindspeed_that_does_not_fit_is_warned_of_or_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, manager: Any, reason: str
+) -> None:
+    found = versions.installed() | {"mindspeed": version, "megatron-core": "0.16.1"}
     monkeypatch.setattr(versions, "installed", lambda: found)
-    with pytest.raises(InputError, match="MindSpeed 0.12.1 patches another Megatron-core .*mindspeed.mode to off"):
-        mindspeed.enable(MindSpeedConfig())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(mindspeed, "_manager", manager)
+    (line,) = mindspeed.without(MindSpeedConfig()) or ()
+    assert line.startswith(f"warning: {FALLBACK}, because {reason}") and "mindspeed.mode to off" in line
+    for config, start in (
+        (MindSpeedConfig(mode="required"), "platform.mindspeed.mode is required, but "),
+        (MindSpeedConfig(features={"swap_optimizer": True}), "platform.mindspeed.features has 'swap_optimizer', but "),
+    ):
+        with pytest.raises(InputError) as caught:
+            mindspeed.without(config)
+        assert str(caught.value).startswith(start + reason)
+
+
+ALL = [(dtype, case) for dtype in (torch.float32, torch.bfloat16) for case in operator_cases(dtype)]
+IDS = [f"{case.name}-{str(dtype).removeprefix('torch.')}" for dtype, case in ALL]
+# What of MindSpeed one call of each operator runs; torch_npu has the others alone.
+CALLS = {
+    "varlen": "dot_product_attention_forward_impl",
+    "rms_norm": "fused_rmsnorm",
+    "swiglu": "fused_swiglu",
+    "rotary": "npu_rotary_position_embedding",
+    "permute": "MoePermuteMaskMap",
+    "unpermute": "MoeUnpermuteMaskMap",
+    "grouped_matmul": "npu_gmm",
+}
+DIRECTLY = ("add_rms_norm", "grouped_matmul_of_one", "grouped_matmul_of_nothing")
+AFTER = {
+    "op_builder.builder": mindspeed_operators.after_builder,
+    "core.transformer.flash_attention.flash_attention.adaptor": mindspeed_operators.after_attention,
+    "core.fusions.fused_rms_norm": mindspeed_operators.after_rms_norm,
+    "core.fusions.fused_bias_swiglu": mindspeed_operators.after_swiglu,
+    "te.pytorch.permutation": mindspeed_operators.after_permutation,
+}
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The pretended package on the path, over stand-ins of torch_npu's kernels; nothing of it stays."""
+    monkeypatch.syspath_prepend(pretended.write(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch_npu", RecordingTorchNpu())  # type: ignore[arg-type]
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    before = {name for name in sys.modules if name.partition(".")[0] == "mindspeed"}
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mindspeed" and name not in before]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def by_mindspeed(importable: Path, monkeypatch: pytest.MonkeyPatch) -> AscendOperators:
+    for name, after in AFTER.items():
+        after(importlib.import_module(f"mindspeed.{name}"))
+    taken = mindspeed_kernels.take(())
+    assert not taken.missing and len(taken.lines) == len(mindspeed_kernels.OFFERS)
+    operators = AscendOperators(taken.kernels)
+    monkeypatch.setattr(platform, "current", lambda: types.SimpleNamespace(operators=operators))
+    return operators
+
+
+@pytest.mark.parametrize(("dtype", "case"), ALL, ids=IDS)
+def test_each_operator_by_mindspeed_is_the_direct_one(
+    by_mindspeed: AscendOperators, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, case: OperatorCase
+) -> None:
+    compare(case, dtype)
+    counts.clear()
+    own = outcome(case.own, case)
+    ran = {name.removeprefix("mindspeed::") for name, count in counts.items() if count}
+    wanted = next(call for start, call in CALLS.items() if case.name.startswith(start) or case.name in DIRECTLY)
+    assert (not ran) if case.name in DIRECTLY else wanted in ran, ran
+    monkeypatch.setattr(platform, "current", lambda: types.SimpleNamespace(operators=AscendOperators()))
+    counts.clear()
+    direct = outcome(case.own, case)
+    assert not any(counts.values()), "the direct ones run nothing of MindSpeed"
+    assert torch.equal(own.output, direct.output)
+    assert all(torch.equal(own.gradients[name], gradient) for name, gradient in direct.gradients.items())
+
+
+def test_an_operator_that_is_missing_or_unwanted_is_torch_npus(importable: Path) -> None:
+    """Here nothing is compiled, a module is absent, and one operator is switched off."""
+    (importable / "mindspeed" / "core" / "fusions" / "fused_rms_norm.py").unlink()
+    taken = mindspeed_kernels.take({"use_fused_swiglu"})
+    assert taken.missing.keys() == {"use_fused_rmsnorm", "use_fused_rotary_pos_emb", "moe_grouped_gemm"}
+    own = {name for name in vars(DIRECT) if getattr(taken.kernels, name) is getattr(DIRECT, name)}
+    assert own == {"rms_norm", "swiglu", "rotary", "grouped_product"}
+    assert "  SwiGLU by torch_npu's npu_swiglu, called directly: use_fused_swiglu is false" in taken.lines
+    assert any("nothing compiles grouped_matmul here" in line for line in taken.lines)
+    first = mindspeed.operator_report(taken)[0]
+    assert first.startswith("warning: MindSpeed's use_fused_rmsnorm, use_fused_rotary_pos_emb, moe_grouped_gemm cannot")
+
+
+def test_without_cann_nothing_is_compiled(importable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCEND_HOME_PATH")
+    missing = mindspeed_kernels.take(()).missing
+    assert missing["moe_grouped_gemm"] == "it is compiled, and ASCEND_HOME_PATH names no CANN: source its set_env.sh"
+
+
+@pytest.mark.parametrize("file", ["ascend.yaml", "ascend_sampling.yaml"])
+def test_the_recipes_of_ascend_name_every_operator(file: str) -> None:
+    settings = yaml.safe_load((REPO / "configs" / "machines" / file).read_text())["platform"]["mindspeed"]
+    assert settings == {"mode": "auto", "features": dict.fromkeys(mindspeed_kernels.OFFERS, True)}
+
+
+ELSEWHERE = """
+import sys
+from mega_rl import platform
+from mega_rl.config.schema.device import MindSpeedConfig
+platform.select("cpu", None, MindSpeedConfig(mode="required"))
+platform.prepare()
+from mega_rl.megatron import engine
+assert "mindspeed" not in sys.modules
+assert type(platform.current().operators).__module__ == "mega_rl.platform.operators.torch_kernels"
+"""
+
+
+def test_a_run_on_a_cpu_imports_nothing_of_mindspeed(tmp_path: Path) -> None:
+    run([sys.executable, "-c", ELSEWHERE], timeout=280, env={"PYTHONPATH": str(pretended.write(tmp_path))}).check()
 
 
 ENABLE = """
 import logging, sys, torch
 from mega_rl.config.schema.device import MindSpeedConfig
 from mega_rl.platform.ascend import mindspeed
+from mega_rl.platform.operators.npu_kernels import DIRECT
 sys.argv = ["tool", "--config", "mine"]
 import torch.distributed as dist
 compiled, all_reduce = torch.compile, dist.all_reduce
-lines = mindspeed.enable(MindSpeedConfig(features={"buffer-pad": 8, "use_flash_attn": True}))
+lines, kernels = mindspeed.enable(MindSpeedConfig(features={"buffer-pad": 8, "use_flash_attn": True}))
+assert kernels == DIRECT
 print(*lines, sep="\\n")
 import victim
 assert victim.function() == victim.Class().method() == victim.pad() == "patched" and victim.memory is print
 assert torch.compile is compiled and sys.argv == ["tool", "--config", "mine"]
 assert dist.all_reduce is dist.distributed_c10d.all_reduce is all_reduce
 assert logging.getLogger().level == logging.WARNING
+try:
+    mindspeed.enable(MindSpeedConfig(mode="required"))
+except mindspeed.InputError as error:
+    print("refused:", error)
 for feature in ("profile", "swap"):
     try:
         mindspeed.enable(MindSpeedConfig(features={feature: True}))
@@ -197,7 +352,10 @@ def test_the_log_lists_what_was_really_patched(packages: Path) -> None:
     out = run([sys.executable, "-c", ENABLE], timeout=280, env={"PYTHONPATH": str(packages)}).check().stdout
     assert "adaptor ['--use-distributed-optimizer', '--buffer-pad', '8']" in out
     assert "MindSpeed 0.16.0 replaced 3 functions; features: buffer_pad=8" in out
-    assert "  use_flash_attn: attention runs on npu_fusion_attention, by mega_rl's own operators" in out
+    assert "attention by torch_npu's npu_fusion_attention, called directly: use_flash_attn cannot be used (No mo" in out
+    assert (
+        "refused: platform.mindspeed.mode is required, but MindSpeed's operator of use_flash_attn cannot be us" in out
+    )
     assert "  victim: Class.method, function, pad" in out
     assert (
         "refused: platform.mindspeed.features has 'profile', which would do nothing: it replaces only megatron" in out

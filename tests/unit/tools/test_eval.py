@@ -96,6 +96,10 @@ def test_settings_hold_what_answers_depend_on_and_not_where_they_are_made(run: P
     )
     assert all(settings(*change) != base for change in changes)
     assert settings("--max-problems", "1") != base
+    file = tool.configured(tool.parse([str(run), "--out", "o"]), weights).data.val_files[0]
+    assert settings("--data", file) == base != settings("--data", f"{file}[:1]") != settings("--data", f"{file}[:2]")
+    assert settings("rewards=[{name: boxed, only: [a]}]") != settings("rewards=[{name: boxed, only: []}]")
+    assert settings("rewards=[{name: boxed, only: []}]") == settings("rewards=[{name: boxed}]") and "only" not in base
 
 
 def test_an_environment_answers_as_in_the_run_and_may_give_the_rewards(run: Path) -> None:

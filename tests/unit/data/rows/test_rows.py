@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
 
+from mega_rl.config.schema.sections import DataConfig
+from mega_rl.data.conversations import ConversationDataset
+from mega_rl.data.pairs import LabelledDataset, PairDataset
+from mega_rl.data.prompts import PromptDataset
 from mega_rl.data.rows import rows
-from mega_rl.data.rows.rows import atomic_path, read_rows, write_jsonl, write_parquet
+from mega_rl.data.rows.rows import DataFiles, atomic_path, read_rows, write_jsonl, write_parquet
+from mega_rl.data.texts import TextDataset
 from mega_rl.errors import InputError
+from mega_rl.synthetic.arithmetic import arithmetic_tokenizer
 
 RECORDS = [{"prompt": [{"role": "user", "content": "é?"}], "answer": "1"}, {"prompt": [], "answer": "2"}]
 
@@ -126,3 +133,48 @@ def test_an_array_is_looked_over_once_and_not_for_every_row(tmp_path: Path, monk
     path.write_text(json.dumps([{"question": "1+1=", "answer": "2"}] * 300))
     assert len(read_rows([str(path)], "data.train_files")) == 300
     assert looked_at == [path.stat().st_size]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_an_entry_takes_the_first_rows_of_its_file(tmp_path: Path, suffix: str) -> None:
+    records: list[dict[str, Any]] = [{"a": place} for place in range(5)]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".json":
+        path.write_text(json.dumps(records))
+    else:
+        (write_jsonl if suffix == ".jsonl" else write_parquet)(path, records)
+    files = [f"{path}[:2]", str(path), f"{path}[:9]"]
+    found = read_rows(files, "key")
+    assert [row.get("a") for row in found] == [0, 1, *range(5), *range(5)]
+    assert [row.where for row in found[:2]] == [row.where for row in found[2:4]]
+    assert [row.get("a") for row in DataFiles(files, "key", 4).rows()] == [0, 1, 0, 1]
+    for entry in (f"{path}[:0]", f"{path}[1:]", f"{path}[:x]", f"{path}[:10%]"):
+        with pytest.raises(InputError, match=r"or write FILE\[:N\] for the first N rows"):
+            read_rows([entry], "key")
+
+
+EVERY_STAGE = {
+    PromptDataset: {"prompt": "1+1=", "answer": "2"},
+    ConversationDataset: {"prompt": "1+1=", "response": "2"},
+    TextDataset: {"text": "1+1=2"},
+    PairDataset: {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+    LabelledDataset: {"prompt": "1+1=", "completion": "2", "label": True},
+}
+
+
+@pytest.mark.parametrize("kind", EVERY_STAGE)
+def test_every_stage_reads_so_many_rows_of_each_file(tmp_path: Path, kind: Any) -> None:
+    """And what a checkpoint knows the data by is that of a file cut to these rows."""
+    records = [{**EVERY_STAGE[kind], "prompt": f"{place}+1="} for place in range(6)]
+    if kind is TextDataset:
+        records = [{"text": record["prompt"]} for record in records]
+    for name, count in {"a.jsonl": 6, "b.jsonl": 6, "cut.jsonl": 3}.items():
+        write_jsonl(tmp_path / name, records[:count])
+
+    def read(*files: str) -> Any:
+        given = DataFiles([str(tmp_path / name) for name in files])
+        return kind.from_files(given, arithmetic_tokenizer(), DataConfig())
+
+    assert len(read("a.jsonl")) == 6 and len(read("a.jsonl[:3]", "b.jsonl")) == 9
+    assert len(read("a.jsonl[:1]", "b.jsonl[:2]")) == 3
+    assert read("a.jsonl[:3]").fingerprint == read("cut.jsonl").fingerprint != read("a.jsonl[:4]").fingerprint

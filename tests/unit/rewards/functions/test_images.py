@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_a_reward_reads_the_pictures_that_the_run_had(pictures: dict[str, Encode
 def test_references_go_out_only_where_a_reward_takes_them(pictures: dict[str, Encoded], takes_images: bool) -> None:
     sent: list[Any] = []
 
-    def submit(samples: list[bytes]) -> Future[list[list[float]]]:
+    def submit(samples: list[bytes], rewards: Sequence[int]) -> Future[list[list[float]]]:
         sent.extend(map(pickle.loads, samples))
         result: Future[list[list[float]]] = Future()
         result.set_result([[1.0] * len(samples)])
@@ -95,7 +96,7 @@ def test_samples_under_way_share_the_file_of_a_picture(pictures: dict[str, Encod
     """Their messages hold no bytes of pictures; when they are answered, nothing is left."""
     under_way: list[tuple[list[bytes], Future[list[list[float]]]]] = []
 
-    def submit(samples: list[bytes]) -> Future[list[list[float]]]:
+    def submit(samples: list[bytes], rewards: Sequence[int]) -> Future[list[list[float]]]:
         under_way.append((samples, Future()))
         return under_way[-1][1]
 

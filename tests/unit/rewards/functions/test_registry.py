@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,7 +59,7 @@ def value_of(name: str, **options: Any) -> float:
 def test_workers_are_sent_a_text_and_how_many_tokens_were_sampled() -> None:
     sent: list[Any] = []
 
-    def submit(samples: list[bytes]) -> Future[list[list[float]]]:
+    def submit(samples: list[bytes], rewards: Sequence[int]) -> Future[list[list[float]]]:
         sent.extend(map(pickle.loads, samples))
         result: Future[list[list[float]]] = Future()
         result.set_result([[1.0] * len(samples)])
@@ -90,6 +92,33 @@ def test_weighted_sum_parts_and_what_is_unknown(rewards_file: Path) -> None:
     scorer.close()
     assert not score.is_known and score.parts == {"length": 3.0, "format_regex": 0.25}
     assert {name: unknown.cause for name, unknown in score.unknown.items()} == {"nan": "not_a_number"}
+
+
+def of_source(source: str, text: str = "abc") -> Trajectory:
+    return Trajectory.single_turn(Prompt(7, (1,), "?", "abc", source), 2, (1,), (0.0,), text, "stop", 0)
+
+
+def test_a_row_is_scored_by_the_rewards_of_its_source(rewards_file: Path) -> None:
+    """One name twice is two rewards, of other sources each; a failing reward costs the rows of its sources only."""
+    length = f"{rewards_file}:length"
+    rewards = [
+        RewardConfig(length, weight=0.5, only=["a"]),
+        RewardConfig("exact_match"),
+        RewardConfig(length, weight=2.0, only=["b*", "c"]),
+        RewardConfig(f"{rewards_file}:nan", only=["bad"]),
+    ]
+    scorer = build_scorer(rewards, RewardWorkersConfig(num_workers=2))
+    sources = ["b1", "a", "other", "c", "bad", "A", "a"]
+    expected = [7.0, 2.5, 1.0, 7.0, math.nan, 1.0, 2.5]
+    together = scorer.score([of_source(source) for source in sources])
+    alone = [scorer.start(of_source(source)).result() for source in sources]
+    scorer.close()
+    for scores in (together, alone):
+        assert [score.value for score in scores] == pytest.approx(expected, nan_ok=True)
+        assert [set(score.parts) for score in scores[1:4]] == [
+            {"length", "exact_match"}, {"exact_match"}, {"length", "exact_match"},
+        ]  # fmt: skip
+        assert set(scores[4].unknown) == {"nan"} and not any(score.unknown for score in scores[:4])
 
 
 def test_names_of_all_three_kinds(rewards_file: Path) -> None:
@@ -153,6 +182,8 @@ def test_a_list_without_rewards_or_with_a_name_twice_or_a_wrong_weight() -> None
         build_scorer([])
     with pytest.raises(InputError, match="lists gsm8k twice"):
         build_scorer([RewardConfig("gsm8k"), RewardConfig("gsm8k", options={"method": "flexible"})])
+    with pytest.raises(InputError, match="lists gsm8k twice"):
+        build_scorer([RewardConfig("gsm8k", only=["a"]), RewardConfig("gsm8k")])
     with pytest.raises(InputError, match="weight of gsm8k is nan"):
         build_scorer([RewardConfig("gsm8k", weight=float("nan"))])
 

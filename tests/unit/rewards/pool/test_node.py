@@ -33,6 +33,8 @@ def test_another_rank_gets_the_same_answers(pool: WorkerPool) -> None:
     assert {str(future.result(timeout=60)) for future in many} == {str([[*values, (GARBLED, FORGED)]])}
     assert pool.submit(samples).result(timeout=60) == many[0].result()
     assert remote.submit([]).result(timeout=60) == [[]]
+    assert remote.submit(samples, (0,)).result(timeout=60) == many[0].result()
+    assert remote.submit(samples, ()).result(timeout=60) == []
     remote.close()
     with pytest.raises(PoolError, match="rank 0, which has the reward workers of this node, ended"):
         while True:  # until the end has been noticed

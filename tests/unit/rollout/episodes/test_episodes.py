@@ -390,7 +390,7 @@ def test_rewards_of_turns_are_recorded_replayed_and_part_of_the_score(tmp_path: 
     assert [t.episode.turn_rewards for t in found if t.episode] == [(0.5, 1.5, 0.0)] * 2
     alone = [Scorer([], None).start(trajectory).result() for trajectory in found]
     assert [(s.value, s.parts) for s in alone] == [(2.25, {"environment": 2.25}), (2.0, {"environment": 2.0})]
-    pool: Any = SimpleNamespace(submit=lambda packed: answered([[0.75]]))
+    pool: Any = SimpleNamespace(submit=lambda packed, rewards: answered([[0.75]]))
     scores = [Scorer([WeightedReward("r", 2.0)], pool).start(trajectory).result() for trajectory in found]
     assert scores[0] == alone[0] and scores[1].parts == {"r": 0.75, "environment_turns": 2.0}
     assert scores[1].value == 3.5 and scores[1].turn_rewards == (0.5, 1.5, 0.0)

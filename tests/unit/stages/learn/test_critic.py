@@ -177,3 +177,9 @@ def test_a_reward_model_adds_its_part_once(world: World) -> None:
     unknown = [not score.is_known for score in scores]
     assert [not score.is_known for score in found] == unknown and any(unknown)
     assert model.complete(summaries, found, world.trajectory_store)[0] is found[0]
+    source = summaries[0].data_source
+    for only, is_scored in ((("elsewhere",), False), (("elsewhere", source), True)):
+        other = RewardModel(WeightedReward("model", 0.5, only), frozen, world.share)
+        assert other.scores(source) is is_scored
+        again = other.complete(summaries, scores, world.trajectory_store)
+        assert [score.parts for score in again] == [score.parts for score in (found if is_scored else scores)]

@@ -136,6 +136,12 @@ def test_a_group_whose_turns_alone_differ_is_learnt_from_if_turns_are_credited()
     assert not has_signal_by_turn(scores[1:], [2, 1], 1.0)
 
 
+def test_a_group_of_a_source_without_the_reward_that_counts_goes_by_the_sum() -> None:
+    scores = [Score(1.0, {"right": 1.0, "short": 0.0}), Score(1.0, {"right": 0.0, "short": 1.0})]
+    assert has_signal("right", scores) and not has_signal("other", scores)
+    assert has_signal("other", [Score(1.0, {"right": 1.0}), Score(0.0, {"right": 0.0})])
+
+
 def test_a_group_of_other_numbers_of_turns_is_learnt_from_if_a_turn_has_an_advantage() -> None:
     def is_learnt_from(turns: Sequence[Sequence[int]], scores: Sequence[Score], discount: float) -> bool:
         group = group_of([episode(*pair) for pair in zip(turns, scores, strict=True)])
