@@ -50,6 +50,10 @@ FOREIGN = {
 }
 
 
+# Set by guides of other trainers or for older engines; neither a run here nor its vLLM reads them.
+UNREAD = ("USE_MODELSCOPE_HUB", "USE_OPTIMIZED_MODEL", "VERL_DISABLE_DYNAMO", "VLLM_ATTENTION_BACKEND", "VLLM_USE_V1")
+
+
 def misspelled(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     envs = host.package_file("vllm-ascend", "vllm_ascend/envs.py") or ""
     engine = frozenset(re.findall(r'^\s+"(VLLM_ASCEND_\w+)":', envs, re.MULTILINE))
@@ -86,8 +90,14 @@ def read_by_nothing(host: Host, wanted: Wanted) -> Iterator[CheckAnswer]:
     for name in foreign:
         do = f"unset {name}" if name not in masks else f"unset {name}; devices are chosen with {own_mask}"
         yield warn(f"{name}={host.environ[name]} is read by nothing on the {wanted.platform} platform", do)
-    if not foreign:
-        yield ok("no variable of another platform")
+    unread = [name for name in UNREAD if name in host.environ]
+    for name in unread:
+        yield warn(
+            f"{name}={host.environ[name]} is of another trainer or an older engine, and read by nothing here",
+            f"unset {name}",
+        )
+    if not foreign and not unread:
+        yield ok("no variable of another platform, and none that only other trainers read")
 
 
 def _is_count(value: str) -> bool:

@@ -6,6 +6,7 @@ import re
 from typing import get_args
 
 from mega_rl.config.schema.sampling import NormRole
+from mega_rl.errors import InputError
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import (
     as_list,
@@ -46,6 +47,7 @@ REDUCTIONS = {
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
 }
 SHORT = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert_tensor"}  # of torchtitan
+NOISE = "trainer.noise_injection"
 DEFAULT_BUDGET = 16384  # tokens per device of verl
 
 
@@ -56,6 +58,11 @@ def program(draft: Draft) -> str:
 
 
 def stage(draft: Draft) -> None:
+    if draft.has("defaults"):
+        raise InputError(
+            "defaults composes other files into this one, and they are not read: give the composed configuration, "
+            "which verl's trainer prints with --cfg job --resolve"
+        )
     set_stage(draft, "sft" if program(draft) == "sft" else "rl")
 
 
@@ -329,7 +336,7 @@ def correction(draft: Draft) -> None:
 
 
 def rest(draft: Draft) -> None:
-    """Devices, precision, noise."""
+    """Device, precision."""
     if draft.has("trainer.device") and draft.get("trainer.device") is not None:
         draft.set("platform.name", draft.get("trainer.device"), ["trainer.device"])
     set_timeout(draft, "actor_rollout_ref.nccl_timeout")
@@ -340,6 +347,10 @@ def rest(draft: Draft) -> None:
             draft.set("rollout.dtype" if "rollout" in key else "model.dtype", dtypes[draft.word(key)], [key])
         elif draft.has(key):
             draft.lack([key], "other_word", repr(draft.get(key)))
+
+
+def noise(draft: Draft) -> None:
+    """Which norms get it; and a note on the schedule, of which the guide's words and the default here differ."""
     targets, excluded = keys_of("noise")
     roles = get_args(NormRole)
     if draft.has(targets):
@@ -351,6 +362,11 @@ def rest(draft: Draft) -> None:
     if draft.has(excluded):
         patterns = as_list(draft.get(excluded))
         draft.set("aqn.exclude_patterns", [text for text in patterns if "norm" in str(text)], [excluded])
+    if draft.get(f"{NOISE}.enabled") and not draft.has(f"{NOISE}.schedule"):
+        draft.notes.append(
+            "aqn.schedule: exponential with a first stage without noise, as QeRL's code has it; the guide for Ascend "
+            "says in words that sigma falls linearly: set linear if that is meant"
+        )
 
 
 RULES: dict[str, Rule] = {
@@ -374,4 +390,5 @@ RULES: dict[str, Rule] = {
     "router": router,
     "running": running,
     "rest": rest,
+    "noise": noise,
 }

@@ -16,6 +16,7 @@ from mega_rl.config.schema.data_file import DataFile
 from mega_rl.config.schema.sampling import RewardConfig
 from mega_rl.config.schema.sources import rewards_of
 from mega_rl.data.rows.rows import DataFiles, write_parquet
+from mega_rl.errors import InputError
 from mega_rl.importers.convert import convert
 from mega_rl.importers.draft.draft import Draft
 from mega_rl.importers.draft.reading import Given
@@ -420,3 +421,17 @@ def test_what_is_computed_in(neighbour: str, given: dict[str, Any], dtype: str) 
 def test_divided_weights_ask_for_a_layout(neighbour: str, given: dict[str, Any]) -> None:
     notes = imported(neighbour, FIXED[neighbour] | given).notes
     assert any("tools/plan.py" in note and next(iter(given)) in note for note in notes)
+
+
+def test_a_file_that_composes_others_is_refused_for_the_composed_one() -> None:
+    with pytest.raises(
+        InputError, match="^defaults composes other files .*: give the composed configuration, which verl"
+    ):
+        imported("verl", {"defaults": ["ppo_megatron_trainer", "_self_"], "trainer.nnodes": 1})
+
+
+def test_the_schedule_of_the_guide_for_noise_is_spoken_of_where_none_is_given() -> None:
+    given = FIXED["verl"] | {"trainer.noise_injection.enabled": True, "trainer.noise_injection.sigma_start": 0.05}
+    assert any("set linear if that is meant" in note for note in imported("verl", given).notes)
+    for other in ({"trainer.noise_injection.schedule": "linear"}, {"trainer.noise_injection.enabled": False}):
+        assert not any("linear" in note for note in imported("verl", given | other).notes)
