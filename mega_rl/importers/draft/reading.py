@@ -30,6 +30,7 @@ from mega_rl.importers.draft.words import (
 _HYDRA = re.compile(r"^[+~]{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 _TOP = re.compile(r"^\+{0,2}([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _FLAG = re.compile(r"^--([A-Za-z_][\w.-]*)(?:=(.*))?$", re.DOTALL)
+_QUOTED = re.compile(r"(=)(['\"])(.*)\2$", re.DOTALL)  # a value in quotes of its own
 _REFERENCE = re.compile(r"\$(?:\w+|\{\w+(?:\[[@*]\])?\})")
 _ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _REDIRECTED = re.compile(r"^\d?>")
@@ -144,7 +145,8 @@ def _from_shell(text: str, known: Mapping[str, str]) -> Given:
     values, listed = variables(lines) | dict(known), arrays(lines)
     given = Given(environment=values)
     for name, found in set_several_times(lines).items():
-        told = list(dict.fromkeys(expanded(value, values) for value in found))
+        others = {other: value for other, value in values.items() if other != name}  # ``A=${A:-1}`` is 1 at first
+        told = list(dict.fromkeys(expanded(value, others) for value in found))
         if len(told) > 1 and name not in known and not any(UNKNOWN in value for value in told):
             given.several[name] = told
     for line in lines:
@@ -172,7 +174,7 @@ def _parts(word: str, values: Mapping[str, str]) -> list[str]:
     text = expanded(word, values)
     parts = text.split()
     if len(parts) > 1 and _REFERENCE.fullmatch(word) and any(_HYDRA.match(part) or _FLAG.match(part) for part in parts):
-        return [part.strip("'\"") for part in parts if part != "\\"]
+        return [_QUOTED.sub(r"\1\3", part).strip("'\"") for part in parts if part != "\\"]
     return [text]
 
 

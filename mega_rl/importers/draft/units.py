@@ -10,7 +10,8 @@ from typing import Any
 from mega_rl.errors import InputError
 from mega_rl.importers.draft.draft import Draft
 
-SEES = re.compile(r"(?<![a-z])(?:vl|vlm|vision|omni|internvl\d*|llava)(?![a-z])", re.IGNORECASE)  # in names of models
+# In names of models that see pictures; all of Qwen 3.5 and later do.
+SEES = re.compile(r"(?<![a-z])(?:vl|vlm|vision|omni|internvl\d*|llava|qwen3\.[5-9])(?![a-z])", re.IGNORECASE)
 _SHARDS = re.compile(r"z(?:ero)?(?:_stage=|[-_]?)3|fsdp", re.IGNORECASE)
 A_DAY = 86_400.0
 

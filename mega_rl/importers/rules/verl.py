@@ -271,14 +271,21 @@ def learning_rate(draft: Draft) -> None:
     steps = None if steps is None or steps < 0 else steps * per_step
     ratio = draft.number(*(key for key in keys if key.endswith("ratio")))
     set_warmup(draft, keys, steps=steps, ratio=ratio)
-    floor = draft.number(*keys_of("floor"))
-    lr = draft.result.get("optimizer.lr", 1e-6)
-    if floor is not None:
-        draft.set("optimizer.min_lr", floor * lr, keys_of("floor"))
+    _floor(draft)
     betas = draft.get(*keys_of("betas"))
     if isinstance(betas, list) and len(betas) == 2:
         draft.set("optimizer.beta1", betas[0], keys_of("betas"))
         draft.set("optimizer.beta2", betas[1], keys_of("betas"))
+
+
+def _floor(draft: Draft) -> None:
+    """As a rate, which its optimizer of Megatron reads, or as a share of the largest one."""
+    share = draft.number(*keys_of("floor"))
+    if draft.has("optim.min_lr", f"{ACTOR}optim.min_lr") and not share:
+        for key in keys_of("floor"):
+            draft.note(key, "same", "not read, as min_lr is given")
+    elif share is not None:
+        draft.set("optimizer.min_lr", share * draft.result.get("optimizer.lr", 1e-6), keys_of("floor"))
 
 
 def dynamic_sampling(draft: Draft) -> None:

@@ -125,7 +125,8 @@ def ours(result: Mapping[str, Any]) -> Meaning:
 
 def _sees(given: Mapping[str, Any], path: str, frozen: str) -> bool:
     """A tower is trained where there is one and nothing freezes it; who names the key has one."""
-    return ("VL" in str(given.get(path)) or frozen in given) and not given.get(frozen)
+    sees = any(name in str(given.get(path)) for name in ("VL", "Qwen3.5"))
+    return (sees or frozen in given) and not given.get(frozen)
 
 
 ULYSSES = (
@@ -172,7 +173,8 @@ def verl(given: Mapping[str, Any], devices: int) -> Meaning:
         samples=batch * get(f"{rollout}n"),
         updates=updates,
         length=get("data.max_prompt_length") + get("data.max_response_length"),
-        rate=(get(f"{actor}optim.lr"), get(f"{actor}optim.lr") * get(f"{actor}optim.min_lr_ratio"),
+        rate=(get(f"{actor}optim.lr"), get(f"{actor}optim.lr") * get(f"{actor}optim.min_lr_ratio")
+              or get(f"{actor}optim.min_lr"),  # Megatron's optimizer has the rate itself
               get(f"{actor}optim.lr_decay_style" if is_megatron and f"{actor}optim.lr_decay_style" in given
                   else f"{actor}optim.lr_scheduler_type")),
         warm_up=warm,
@@ -220,7 +222,7 @@ def areal(given: Mapping[str, Any], devices: int) -> Meaning:
         reduction="sequence_mean" if get("actor.importance_sampling_level") == "sequence" else "token_mean",
         sampling=(n, get("gconfig.temperature")),
         validation=(1, 1.0),  # theirs evaluates with a workflow of its own
-        is_tower_trained="VL" in str(given.get("actor.path")),
+        is_tower_trained=_sees(given, "actor.path", "actor.freeze_vision_tower"),
         saves=-1 if given.get("saver.freq_epochs") == get("total_train_epochs") else get("saver.freq_steps"),
     )  # fmt: skip
 

@@ -39,7 +39,7 @@ FIXED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 DRAWN: dict[str, dict[str, list[Any]]] = {
     "verl": {
-        "actor_rollout_ref.model.path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct"],
+        "actor_rollout_ref.model.path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3.5-2B"],
         "data.train_batch_size": [128, 512], f"{ACTOR}ppo_mini_batch_size": [32, 64, 1024],
         "data.max_prompt_length": [512, 2048], "data.max_response_length": [1024, 8192], f"{ROLLOUT}n": [5, 16],
         f"{ROLLOUT}temperature": [0.7], f"{ROLLOUT}val_kwargs.do_sample": [True, False],
@@ -50,12 +50,12 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
         f"{ACTOR}kl_loss_type": ["low_var_kl", "k3+", "low_var_kl+", "k1+", "mse", "kl"],
         f"{ACTOR}optim.lr": [5e-7], f"{ACTOR}optim.lr_warmup_steps": [-1, 10],
         f"{ACTOR}optim.lr_warmup_steps_ratio": [0.0, 0.03], f"{ACTOR}optim.lr_scheduler_type": ["constant", "cosine"],
-        f"{ACTOR}optim.min_lr_ratio": [0.1], f"{ACTOR}optim.weight_decay": [0.1],
+        f"{ACTOR}optim.min_lr_ratio": [0.1], f"{ACTOR}optim.min_lr": [1e-8], f"{ACTOR}optim.weight_decay": [0.1],
         f"{ACTOR}megatron.tensor_model_parallel_size": [4], f"{ACTOR}megatron.expert_model_parallel_size": [8],
         f"{ACTOR}freeze_vision_tower": [True, False], "trainer.save_freq": [-1, 20],
     },
     "areal": {
-        "actor.path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct"], "ref.path": ["m"],
+        "actor.path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3.5-2B"], "ref.path": ["m"],
         "train_dataset.batch_size": [64, 256], "gconfig.n_samples": [4, 16], "gconfig.max_new_tokens": [1024],
         "gconfig.temperature": [0.9], "actor.ppo_n_minibatches": [1, 2], "actor.eps_clip": [0.4],
         "actor.eps_clip_higher": [0.28, None], "actor.c_clip": [3.0], "actor.kl_ctl": [0.0, 0.01],
@@ -65,7 +65,7 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
         "actor.optimizer.lr_scheduler_type": ["cosine", "linear"],
     },
     "openrlhf": {
-        "actor.model_name_or_path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct"],
+        "actor.model_name_or_path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3.5-2B"],
         "train.batch_size": [64, 2048], "rollout.n_samples_per_prompt": [8, 16], "data.max_len": [4096],
         "rollout.temperature": [0.8], "eval.temperature": [0.2], "eval.n_samples_per_prompt": [8],
         "actor.eps_clip": [0.1], "actor.eps_clip_low_high": [[0.2, 0.27]], "actor.dual_clip": [10.0],

@@ -261,3 +261,37 @@ def test_the_measurement_counts_files_and_keys(tmp_path: Path) -> None:
 def test_a_batch_per_device_still_asks_for_the_devices() -> None:
     with pytest.raises(InputError, match="--devices"):
         convert("trl", Given({"per_device_train_batch_size": 8}), None)
+
+
+BRANCHES = """
+NUM=${NUM:-8}
+LR="1e-5"
+case "${DEVICE}" in
+    npu)
+        NUM=16
+        ;;
+esac
+ENGINE="\
+    optim.lr=${LR} \
+    optim.betas='[0.9,0.999]' \
+    optim.lr_decay_style='cosine' \
+    "
+python3 -m verl.trainer.sft_trainer model.path=m ${ENGINE} trainer.n_gpus_per_node=${NUM}
+"""
+
+
+def test_the_default_of_a_variable_is_one_of_its_values() -> None:
+    assert read(BRANCHES).several == {"NUM": ["8", "16"]}
+
+
+def test_values_in_quotes_within_a_variable_have_none() -> None:
+    given = read(BRANCHES)
+    assert (given.values["optim.betas"], given.values["optim.lr_decay_style"]) == ([0.9, 0.999], "cosine")
+    result = convert("verl", given).result
+    assert (result["optimizer.beta2"], result["optimizer.schedule"]) == (0.999, "cosine")
+
+
+@pytest.mark.parametrize("more, floor", [("optim.min_lr=1e-6", 1e-6), ("optim.min_lr_ratio=0.1", 1e-6), ("", 0.0)])
+def test_the_last_rate_of_supervised_training_is_a_rate_or_a_share(more: str, floor: float) -> None:
+    given = read(f"python3 -m verl.trainer.sft_trainer model.path=m optim.lr=1e-5 {more}")
+    assert convert("verl", given).result["optimizer.min_lr"] == pytest.approx(floor)
