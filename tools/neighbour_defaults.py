@@ -42,6 +42,7 @@ DATACLASSES: dict[str, dict[str, list[tuple[str, str]]]] = {
         task: [(f"trl/{place}", name), ("trl/trainer/model_config.py", "ModelConfig")]
         for task, place, name in (
             ("grpo", "trainer/grpo_config.py", "GRPOConfig"),
+            ("async_grpo", "experimental/async_grpo/async_grpo_config.py", "AsyncGRPOConfig"),
             ("rloo", "trainer/rloo_config.py", "RLOOConfig"),
             ("sft", "trainer/sft_config.py", "SFTConfig"),
             ("dpo", "trainer/dpo_config.py", "DPOConfig"),

@@ -8,6 +8,7 @@ from typing import Any
 from mega_rl.config.schema.data_file import bounded
 from mega_rl.errors import InputError, shown
 from mega_rl.importers.draft.data_sets import HELD_OUT, TRAIN, add_rewards, limit_rows
+from mega_rl.importers.draft.defaults import default_of
 from mega_rl.importers.draft.draft import Draft, Rule
 from mega_rl.importers.draft.units import (
     as_list,
@@ -20,6 +21,7 @@ from mega_rl.importers.draft.units import (
 )
 from mega_rl.importers.rules.hf_learned import (
     begin_ppo,
+    is_asynchronous,
     llamafactory_preferences,
     llamafactory_program,
     llamafactory_stage,
@@ -46,6 +48,9 @@ TRL_REWARDS: dict[str, dict[str, Any]] = {
     },
     "get_soft_overlong_punishment": {"name": "overlong", "options": {"max_length": 1280, "buffer": 256}},
 }
+MEGATRON = tuple(f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")) + (
+    "use_distributed_optimizer",
+)  # of LLaMA-Factory, whose models are Megatron's with any of these
 TRACKERS = ("none", "tensorboard", "wandb", "swanlab", "all")
 
 
@@ -67,7 +72,12 @@ def lengths(draft: Draft) -> None:
         prompt = min(draft.count("max_prompt_length", default=longest // 2) or 1, longest - 1) or 1
         draft.set("data.max_prompt_length", prompt, keys)
         draft.set("data.max_response_length", max(1, longest - prompt), keys)
+        if any(draft.has(key) and draft.given.values[key] is None for key in keys):
+            draft.notes.append(f"data.max_prompt_length: theirs has no limit; prompt and answer have {longest} tokens")
     else:
+        if draft.table.name == "trl" and draft.count("max_prompt_length") is None:
+            limit = default_of("data.max_prompt_length")
+            draft.notes.append(f"data.max_prompt_length: theirs has no limit; {limit} leaves out longer ones")
         for key in keys:
             draft.note(key, "same", "read in supervised training only")
 
@@ -115,6 +125,7 @@ def steps(draft: Draft) -> None:
 
 
 def intervals(draft: Draft, per_step: int) -> None:
+    draft.set("validation.val_before_train", bool(draft.get("eval_on_start")), ["eval_on_start"])
     for name, ours in (("save", "checkpoint.save_freq"), ("eval", "validation.test_freq")):
         steps_key = f"{name}_steps"
         strategies = (f"{name}_strategy", "evaluation_strategy") if name == "eval" else (f"{name}_strategy",)
@@ -143,7 +154,9 @@ def loss(draft: Draft) -> None:
         return
     if has_critic(draft):
         return
-    kind = draft.word("loss_type")
+    for key, ours in (("num_generations", "n"), ("temperature", "temperature")):
+        draft.set(f"validation.{ours}", draft.number(f"{key}_eval", key, default=1), [f"{key}_eval"])
+    kind = draft.word("loss_type", default="dapo" if is_asynchronous(draft) else None)
     if kind in REDUCTIONS:
         draft.set("algorithm.loss_reduction", REDUCTIONS[str(kind)], ["loss_type"])
     elif kind == "cispo":
@@ -174,6 +187,8 @@ def correction(draft: Draft) -> None:
     keys = [key for key in draft.given.values if key.startswith(prefix)]
     if draft.stage != "rl":
         return
+    if is_asynchronous(draft):
+        return
     if not draft.get(f"{prefix}correction"):
         draft.set("algorithm.importance_cap", None, keys)
         return
@@ -186,6 +201,34 @@ def correction(draft: Draft) -> None:
     floor = draft.number(f"{prefix}clip_min")
     if floor and masks:
         draft.set("algorithm.importance_floor", floor, [f"{prefix}clip_min"])
+
+
+def order(draft: Draft) -> None:
+    """Rows are drawn at random; the key that GRPO and RLOO read shuffles them once more, elsewhere."""
+    if draft.stage == "rl" and not has_critic(draft):
+        draft.set("data.shuffle", bool(draft.get("shuffle_dataset", default=True)), ["shuffle_dataset"])
+        draft.note("train_sampling_strategy", "same", "not read by GRPO and RLOO")
+        return
+    key = "train_sampling_strategy"
+    draft.set("data.shuffle", draft.word(key, default="random") != "sequential", [key, "shuffle_dataset"])
+
+
+def asynchronous(draft: Draft) -> None:
+    """A trainer of its own: a server samples all the time, and its samples may be so many versions old."""
+    keys = ("max_staleness", "weight_sync_steps")
+    if not is_asynchronous(draft):
+        for key in keys:
+            draft.note(key, "same", "read by the asynchronous trainer only")
+        return
+    draft.set("rollout.placement", "separate")
+    draft.set("rollout.mode", "in_flight")
+    draft.set("rollout.max_staleness", draft.count(keys[0], default=4), keys[:1])
+    draft.notes.append("algorithm.importance_cap: 2, as samples of older weights need importance weights here")
+    draft.notes.append("algorithm: their old log-probabilities are the engine's; ours are the trainer's")
+    if (steps := draft.count(keys[1], default=1)) == 1:
+        draft.note(keys[1], "same", "1, as here")
+    else:
+        draft.lack(keys[1:], "other_word", f"{steps}; engines get new weights after every step")
 
 
 def rewards(draft: Draft) -> None:
@@ -249,21 +292,10 @@ def rest(draft: Draft) -> None:
             draft.lack(["report_to"], "other_tracker", ", ".join(others))
     swanlab(draft, trackers)
     resume = draft.word("resume_from_checkpoint")
-    found = {True: "auto", "true": "auto", None: "auto", False: "never"}.get(resume, resume)
-    draft.set("checkpoint.resume", found, ["resume_from_checkpoint"])
-    saves = draft.get("gradient_checkpointing", "enable_activation_checkpointing", default=True)
-    off = draft.get("disable_gradient_checkpointing", default=False)
-    kind = draft.word("recompute_granularity", default="full")
-    draft.set(
-        "memory.recompute",
-        kind if saves and not off else "none",
-        (
-            "gradient_checkpointing",
-            "disable_gradient_checkpointing",
-            "recompute_granularity",
-            "enable_activation_checkpointing",
-        ),
-    )
+    is_new = bool(draft.get("overwrite_output_dir")) and draft.table.name == "llamafactory"
+    found = {True: "auto", "true": "auto", None: "never" if is_new else "auto", False: "never"}.get(resume, resume)
+    draft.set("checkpoint.resume", found, ["resume_from_checkpoint", "overwrite_output_dir"])
+    recompute(draft)
     precision(draft)
     set_timeout(draft, "ddp_timeout")
     note_sharding(draft, ("deepspeed", "fsdp", "fsdp_config", "accelerate_config", "config_file", "zero_stage"))
@@ -281,6 +313,20 @@ def rest(draft: Draft) -> None:
         draft.set("optimizer.beta2", betas[1], ["optim_config.adamw_betas"])
     elif draft.table.name == "llamafactory" and llamafactory_program(draft) == "v1":
         draft.set("optimizer.beta2", 0.999)  # that of torch, as version 1 names none
+
+
+def recompute(draft: Draft) -> None:
+    """LLaMA-Factory computes activations again unless it is told not to; its models of Megatron do if they are told."""
+    off, own = "disable_gradient_checkpointing", "recompute_granularity"
+    keys = ("gradient_checkpointing", off, own, "enable_activation_checkpointing")
+    saves, kind = bool(draft.get(keys[0], keys[3], default=True)), "full"
+    if draft.table.name == "llamafactory" and llamafactory_program(draft) == "v0":
+        if draft.has(own, *MEGATRON):
+            kind = str(draft.word(own, default="none"))
+            saves = kind != "none"
+        else:
+            saves = bool(draft.get(keys[0])) or not draft.get(off)
+    draft.set("memory.recompute", kind if saves else "none", keys)
 
 
 def precision(draft: Draft) -> None:
@@ -326,6 +372,7 @@ TRL_RULES: dict[str, Rule] = (
     {"stage": trl_stage, "begin": begin_ppo, "devices": devices, "lengths": lengths, "batches": batches, "ppo": trl_ppo}
     | SHARED
     | {"loss": loss, "correction": correction, "preferences": trl_preferences, "rewards": rewards}
+    | {"order": order, "asynchronous": asynchronous}
 )
 LLAMAFACTORY_RULES: dict[str, Rule] = (
     {"stage": llamafactory_stage, "layout": layout} | SHARED | {"preferences": llamafactory_preferences}

@@ -45,6 +45,7 @@ TRL_ADAPTER = AdapterKeys(
     also=("lora_modules_to_save",),
     dropout=("lora_dropout",),
 )
+PEFT = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # what its own class has by default
 LLAMAFACTORY_ADAPTER = AdapterKeys(
     switches=("finetuning_type", "peft_config.name"),
     rank=("lora_rank", "peft_config.r"),
@@ -66,7 +67,15 @@ def task_of_program(draft: Draft) -> str:
     return found or next((task for task, keys in KEYS_OF_TASKS.items() if draft.has(*keys)), "sft")
 
 
+def is_asynchronous(draft: Draft) -> bool:
+    """Whether the program is the experimental one that samples while it trains."""
+    words = (word.rpartition("/")[2].lower().replace("_", "") for word in draft.given.program)
+    return draft.table.name == "trl" and any("asyncgrpo" in word for word in words)
+
+
 def trl_program(draft: Draft) -> str:
+    if is_asynchronous(draft):
+        return "async_grpo"
     task = task_of_program(draft)
     return "sft" if task in NO_TASKS else task
 
@@ -78,7 +87,10 @@ def trl_stage(draft: Draft) -> None:
     set_stage(draft, TASKS.get(task, "sft"))
     if task == "rloo":
         draft.set("algorithm.advantage", "rloo")
-    is_on = bool(draft.get("use_peft", "use_lora")) or any("LoraConfig" in word for word in draft.given.program)
+    is_of_peft = any("LoraConfig" in word for word in draft.given.program)
+    if is_of_peft:
+        draft.defaults |= PEFT
+    is_on = is_of_peft or bool(draft.get("use_peft", "use_lora"))
     set_adapter(draft, TRL_ADAPTER, is_on, rank=16, alpha=32, targets=("q_proj", "v_proj"))
     draft.note("use_lora", "mapped" if is_on else "same", "tuning.method = lora" if is_on else "off, as here")
     if is_on and not draft.has("lora_target_modules"):

@@ -296,7 +296,7 @@ def trl(given: Mapping[str, Any], devices: int, program: str = "grpo") -> Meanin
         bounds=(round(bounds[0], 9), round(bounds[1], 9), get("delta")),
         reduction=reductions.get(get("loss_type"), "token_mean"),
         sampling=(get("num_generations"), get("temperature")),
-        validation=(1, 1.0),  # theirs validates as it trains
+        validation=(get("num_generations_eval") or get("num_generations"), get("temperature")),
         is_tower_trained=False,
         saves=max(1, round(get("save_steps") / max(1, generated // samples))) if strategy == "steps" else None,
     )
@@ -481,7 +481,7 @@ def swift(given: Mapping[str, Any], devices: int) -> Meaning:
         bounds=(round(1 - get("epsilon"), 9), round(1 + high, 9), get("delta")),
         reduction="sequence_mean" if by_sequence else reductions.get(kind, "token_mean"),
         sampling=(n, get("temperature")),
-        validation=(1, 1.0),
+        validation=(get("num_generations_eval") or n, get("temperature")),
         is_tower_trained=not get("freeze_vit"),
         saves=max(1, round(get("save_steps") * sequences / generated)) if get("save_strategy") == "steps" else None,
     )

@@ -282,3 +282,70 @@ def test_what_is_not_there_is_refused(neighbour: str, given: dict[str, Any], ref
 def test_dropout_of_adapters_where_there_is_some(neighbour: str, given: dict[str, Any], share: float) -> None:
     result = convert(neighbour, Given(dict(given)), num_devices=8).result
     assert result["tuning.adapter.dropout"] == share
+
+
+def made(neighbour: str, program: str = "", **given: Any) -> dict[str, Any]:
+    """The result of a program of theirs on 8 devices."""
+    return convert(neighbour, Given(dict(given), program=[program]), 8).result
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "is_shuffled"),
+    [
+        ("SFTTrainer", {}, True), ("SFTTrainer", {"shuffle_dataset": False}, True), ("DPOTrainer", {}, True),
+        ("SFTTrainer", {"train_sampling_strategy": "sequential"}, False), ("KTOTrainer", {}, False),
+        ("GRPOTrainer", {}, True), ("GRPOTrainer", {"shuffle_dataset": False}, False),
+    ],
+)  # fmt: skip
+def test_rows_of_trl_are_drawn_at_random_unless_its_sampler_says_otherwise(
+    program: str, given: dict[str, Any], is_shuffled: bool
+) -> None:
+    """The default of SFT's own key is false, but it shuffles besides the sampler; that of KTO takes them in order."""
+    assert made("trl", program, **given).get("data.shuffle", True) is is_shuffled
+
+
+def test_the_asynchronous_trainer_of_trl_samples_while_it_trains() -> None:
+    """With a schedule, lengths and staleness of its own, and without the mask of GRPO's trainer."""
+    result = made("trl", "AsyncGRPOConfig", per_device_train_batch_size=16, gradient_accumulation_steps=2)
+    assert (result["data.train_batch_size"], result["data.max_response_length"]) == (32, 2048)
+    assert result.get("optimizer.schedule", "constant") == "constant"
+    assert (result["rollout.placement"], result["rollout.mode"]) == ("separate", "in_flight")
+    assert result["rollout.max_staleness"] == 4 and result["algorithm.loss_reduction"] == "token_mean"
+    assert result.get("algorithm.importance_correction", "truncate") == "truncate"
+    outcomes = convert("trl", Given({"weight_sync_steps": 2}, program=["AsyncGRPOConfig"]), 8).outcomes
+    assert outcomes["weight_sync_steps"].became == "none"
+
+
+@pytest.mark.parametrize(
+    ("given", "adapter"),
+    [({}, (8, 8.0, 0.0)), ({"r": 32, "lora_alpha": 16}, (32, 16.0, 0.0)), ({"lora_dropout": 0.05}, (8, 8.0, 0.05))],
+)
+def test_the_class_of_peft_has_defaults_of_its_own(given: dict[str, Any], adapter: tuple[int, float, float]) -> None:
+    draft = convert("trl", Given(dict(given), program=["LoraConfig", "SFTConfig"]), 8)
+    assert tuple(draft.result[f"tuning.adapter.{key}"] for key in ("rank", "alpha", "dropout")) == adapter
+
+
+@pytest.mark.parametrize(
+    ("given", "recomputed"),
+    [
+        ({}, "full"), ({"disable_gradient_checkpointing": False}, "full"),
+        ({"disable_gradient_checkpointing": True}, "none"), ({"gradient_checkpointing": True}, "full"),
+        ({"tensor_model_parallel_size": 4}, "none"), ({"recompute_granularity": "selective"}, "selective"),
+        ({"tensor_model_parallel_size": 4, "recompute_granularity": "full"}, "full"),
+    ],
+)  # fmt: skip
+def test_llamafactory_computes_activations_again_unless_it_is_told_not_to(
+    given: dict[str, Any], recomputed: str
+) -> None:
+    result = made("llamafactory", stage="sft", model_name_or_path="m", **given)
+    assert result["memory.recompute"] == recomputed
+
+
+@pytest.mark.parametrize(
+    ("given", "resumed"),
+    [({}, "auto"), ({"overwrite_output_dir": True}, "never"),
+     ({"overwrite_output_dir": True, "resume_from_checkpoint": "c"}, "c")],
+)  # fmt: skip
+def test_llamafactory_begins_anew_where_it_overwrites(given: dict[str, Any], resumed: str) -> None:
+    result = made("llamafactory", stage="sft", model_name_or_path="m", **given)
+    assert result["checkpoint.resume"] == resumed and result["validation.val_before_train"] is False

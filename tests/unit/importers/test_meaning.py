@@ -77,7 +77,7 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
     "trl": {
         "per_device_train_batch_size": [4, 16], "gradient_accumulation_steps": [2, 4],
         "steps_per_generation": [1, 4, 8], "num_generations": [4, 16], "max_completion_length": [2048],
-        "temperature": [0.7], "beta": [0.04],
+        "temperature": [0.7], "beta": [0.04], "num_generations_eval": [2],
         "loss_type": ["grpo", "dr_grpo", "dapo", "cispo"], "epsilon": [0.3], "epsilon_high": [5.0], "delta": [4.0],
         "learning_rate": [2e-6], "warmup_ratio": [0.1], "warmup_steps": [10], "adam_beta2": [0.95],
         "lr_scheduler_type": ["constant", "cosine"], "weight_decay": [0.1], "save_strategy": ["no"], "save_steps": [64],
@@ -108,6 +108,7 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
     "swift": {
         "global_batch_size": [128], "steps_per_generation": [1, 4], "num_generations": [4, 16], "max_length": [4096],
         "max_completion_length": [2048], "temperature": [0.7], "beta": [0.0, 0.001], "epsilon": [0.1],
+        "num_generations_eval": [2],
         "epsilon_high": [0.28], "delta": [4.0], "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo"],
         "importance_sampling_level": ["token", "sequence"], "lr": [1e-6], "min_lr": [1e-7],
         "lr_decay_style": ["constant", "linear"], "lr_warmup_fraction": [0.05], "lr_warmup_iters": [10],
