@@ -61,6 +61,7 @@ def saving(draft: Draft, section: str = "") -> None:
     key = f"{section}save_interval"
     interval = draft.number(key)
     draft.set("checkpoint.save_freq", int(interval) if interval and interval > 0 else None, [key])
+    draft.set("checkpoint.keep_checkpoints", 0)  # theirs removes none
 
 
 def recompute(draft: Draft, section: str = "") -> None:

@@ -325,6 +325,26 @@ def _intervals(draft: Draft) -> None:
             draft.lack([f"{section}.freq_epochs"], "time_based")
 
 
+def _validation(draft: Draft) -> None:
+    """With a section of its own, or as in training; nothing is removed, and nothing evaluated before training."""
+    draft.set("validation.val_before_train", False)
+    draft.set("checkpoint.keep_checkpoints", 0)
+    theirs, training = "eval_gconfig.", "gconfig."
+    if draft.stage == "rl":
+        prefix = theirs if any(key.startswith(theirs) for key in draft.given.values) else training
+        for key, ours in (("n_samples", "n"), ("temperature", "temperature")):
+            value = draft.number(f"{prefix}{key}", default=1)
+            draft.set(f"validation.{ours}", 0 if ours == "n" and draft.get(f"{prefix}greedy") else value)
+            draft.note(f"{theirs}{key}", "mapped", f"validation.{ours} = {value}")
+        if draft.has("valid_dataset.path"):
+            draft.notes.append("validation.temperature: that of the file; a program of theirs may set another one")
+    for key in [key for key in draft.given.values if key.startswith(theirs) and key not in draft.outcomes]:
+        if draft.get(key) == draft.get(f"{training}{key.removeprefix(theirs)}") or key == f"{theirs}greedy":
+            draft.note(key, "same", "as in training")
+        else:
+            draft.lack([key], "validation_sampling")
+
+
 def schedule(draft: Draft) -> None:
     per_step = int(draft.result.get("algorithm.minibatches_per_step", 1))
     keys = ["actor.optimizer.warmup_steps", "actor.optimizer.warmup_steps_proportion"]
@@ -336,6 +356,7 @@ def schedule(draft: Draft) -> None:
         draft.set("optimizer.min_lr", floor * lr, ["actor.optimizer.min_lr_ratio"])
     _recompute(draft)
     _intervals(draft)
+    _validation(draft)
     parts: list[Any] = ["weights", "gradients", "optimizer"]
     if draft.get("enable_offload") and draft.result.get("rollout.placement") != "separate" and draft.stage == "rl":
         draft.set("memory.offload", parts, ["enable_offload"])

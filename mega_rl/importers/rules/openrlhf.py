@@ -208,6 +208,20 @@ def _lengths(draft: Draft, longest: int) -> None:
     draft.set("data.max_prompt_length", prompt or max(1, longest - response), ["data.max_len"])
 
 
+def prompts(draft: Draft) -> None:
+    """Without the flag no chat template is applied; supervised training has a pattern of its own then."""
+    key, pattern = "data.apply_chat_template", "data.input_template"
+    is_applied = bool(draft.get(key))
+    draft.set("data.chat_template", "auto" if is_applied else "never", [key])
+    given = draft.word(pattern)
+    if is_applied:
+        draft.note(pattern, "same", "not read, as the chat template is applied")
+    elif given and draft.has(pattern):
+        draft.lack([pattern], "data_options")
+    elif given:
+        draft.notes.append(f"data.train_files: theirs writes a prompt as {shown(given)} by default; prepare it so")
+
+
 def files(draft: Draft) -> None:
     for key, ours, name in (
         ("data.prompt_dataset", "train_files", "train"),
@@ -233,6 +247,9 @@ def files(draft: Draft) -> None:
         draft.lack(["reward.remote_url"], "reward_model", "a server")
     elif draft.word("reward.model_name_or_path"):
         add_reward_model(draft, "reward.model_name_or_path")
+        bounds = draft.get("reward.clip_range")
+        if bounds and not draft.has("reward.clip_range"):
+            draft.notes.append(f"rewards: theirs are bounded to {shown(bounds)} by default; those of the model are not")
     else:
         add_rewards(draft, [draft.get("data.prompt_dataset")], [draft.get("eval.dataset")])
     buffer = draft.count("reward.overlong_buffer_len")
@@ -267,6 +284,7 @@ def rest(draft: Draft) -> None:
         _engines(draft)
         _staleness(draft)
         _filtering(draft)
+    draft.set("validation.val_before_train", False)
     note_sharding(draft, ("ds.zero_stage",))
     set_vision(draft, "actor.freeze_visual_encoder")
     if (draft.number("ckpt.save_steps", default=-1) or 0) <= 0:
@@ -334,6 +352,7 @@ RULES: dict[str, Rule] = {
     "algorithm": algorithm,
     "preferences": preferences,
     "batches": batches,
+    "prompts": prompts,
     "files": files,
     "rest": rest,
 }

@@ -206,6 +206,7 @@ def areal(given: Mapping[str, Any], devices: int) -> Meaning:
     high = get("actor.eps_clip") if get("actor.eps_clip_higher") is None else get("actor.eps_clip_higher")
     has_reference = any(key.startswith("ref.") for key in given)
     weight = get("actor.kl_ctl")
+    has_own = any(key.startswith("eval_gconfig.") for key in given)
     return Meaning(
         rows=batch,
         samples=batch * n,
@@ -221,7 +222,9 @@ def areal(given: Mapping[str, Any], devices: int) -> Meaning:
         bounds=(round(1 - get("actor.eps_clip"), 9), round(1 + high, 9), get("actor.c_clip")),
         reduction="sequence_mean" if get("actor.importance_sampling_level") == "sequence" else "token_mean",
         sampling=(n, get("gconfig.temperature")),
-        validation=(1, 1.0),  # theirs evaluates with a workflow of its own
+        validation=(0, None) if given.get("eval_gconfig.greedy") else (
+            given.get("eval_gconfig.n_samples") or (1 if has_own else n),
+            given.get("eval_gconfig.temperature") or (1.0 if has_own else get("gconfig.temperature"))),
         is_tower_trained=_sees(given, "actor.path", "actor.freeze_vision_tower"),
         saves=-1 if given.get("saver.freq_epochs") == get("total_train_epochs") else get("saver.freq_steps"),
     )  # fmt: skip

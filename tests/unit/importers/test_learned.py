@@ -349,3 +349,35 @@ def test_llamafactory_computes_activations_again_unless_it_is_told_not_to(
 def test_llamafactory_begins_anew_where_it_overwrites(given: dict[str, Any], resumed: str) -> None:
     result = made("llamafactory", stage="sft", model_name_or_path="m", **given)
     assert result["checkpoint.resume"] == resumed and result["validation.val_before_train"] is False
+
+
+@pytest.mark.parametrize("applies", [True, False])
+@pytest.mark.parametrize(("program", "has_pattern"), [("train_sft", True), ("train_dpo", False), ("train_ppo", False)])
+def test_openrlhf_applies_the_chat_template_only_if_asked(program: str, has_pattern: bool, applies: bool) -> None:
+    given = {"data.apply_chat_template": True} if applies else {}
+    draft = convert("openrlhf", Given(given, program=[f"openrlhf.cli.{program}"]), 8)
+    assert draft.result["data.chat_template"] == ("auto" if applies else "never")
+    assert any("User: {}" in note for note in draft.notes) == (has_pattern and not applies)
+    assert draft.result["validation.val_before_train"] is False
+
+
+def test_the_bounds_of_rewards_of_openrlhf_are_told_where_a_model_gives_them() -> None:
+    given = {"actor.model_name_or_path": "m", "reward.model_name_or_path": "r"}
+    for more, told in (({}, True), ({"reward.clip_range": [-1, 1]}, False)):
+        draft = convert("openrlhf", Given({**given, **more}), 8)
+        assert any("[-10, 10]" in note for note in draft.notes) is told
+        assert told or draft.outcomes["reward.clip_range"].became == "none"
+
+
+def test_a_template_of_another_file_is_refused() -> None:
+    for neighbour, key in (("trl", "chat_template_path"), ("openrlhf", "data.tokenizer_chat_template")):
+        assert convert(neighbour, Given({key: "t.jinja"}), 8).outcomes[key].became == "none"
+
+
+def test_nothing_is_removed_where_theirs_keeps_every_checkpoint() -> None:
+    slime = made("slime", rollout_batch_size=8, save_interval=20, save="out", rollout_max_response_len=1024)
+    mindspeed = {f"actor_config.{key}": 1 for key in ("global_batch_size", "micro_batch_size", "lr", "save_interval")}
+    areal = made("areal", **{"actor.backend": "fsdp:d8", "saver.freq_steps": 10})
+    for result in (slime, made("mindspeed_rl", **mindspeed), areal):
+        assert result["checkpoint.save_freq"] and result["checkpoint.keep_checkpoints"] == 0
+    assert areal["validation.val_before_train"] is False

@@ -57,7 +57,8 @@ DRAWN: dict[str, dict[str, list[Any]]] = {
     "areal": {
         "actor.path": ["Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3.5-2B"], "ref.path": ["m"],
         "train_dataset.batch_size": [64, 256], "gconfig.n_samples": [4, 16], "gconfig.max_new_tokens": [1024],
-        "gconfig.temperature": [0.9], "actor.ppo_n_minibatches": [1, 2], "actor.eps_clip": [0.4],
+        "gconfig.temperature": [0.9], "eval_gconfig.n_samples": [2], "eval_gconfig.temperature": [0.6],
+        "eval_gconfig.greedy": [True, False], "actor.ppo_n_minibatches": [1, 2], "actor.eps_clip": [0.4],
         "actor.eps_clip_higher": [0.28, None], "actor.c_clip": [3.0], "actor.kl_ctl": [0.0, 0.01],
         "actor.kl_estimator": ["k2", "k3"], "actor.optimizer.lr": [1e-6], "actor.optimizer.min_lr_ratio": [0.1],
         "actor.optimizer.beta2": [0.95], "actor.optimizer.weight_decay": [0.1], "saver.freq_steps": [20],
