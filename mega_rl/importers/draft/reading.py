@@ -283,9 +283,23 @@ def _from_python(text: str, path: Path, known: Mapping[str, str]) -> Given:
             except ValueError:
                 given.put(keyword.arg, said)
                 given.unresolved[keyword.arg] = said
+    _read_later(tree, given)
     if not given.values:
         raise InputError(f"{path} calls no ...Config(...) with keywords: give the arguments as a file or command line")
     return given
+
+
+def _read_later(tree: ast.Module, given: Given) -> None:
+    """Constants that a program gives to parsed arguments, as ``training_args.max_length = None``."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
+            continue
+        target = node.targets[0]
+        if isinstance(target.value, ast.Name) and target.value.id == "training_args":
+            try:
+                given.put(target.attr, ast.literal_eval(node.value))
+            except ValueError:
+                continue
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:

@@ -208,6 +208,8 @@ def llamafactory_stage(draft: Draft) -> None:
     else:
         set_stage(draft, "sft")
         draft.lack(["stage"], "other_word", shown(given))
+    if name := draft.word("template"):
+        draft.notes.append(f"data.chat_template: that of the tokenizer stands for their template {name}: check it")
     if draft.get("model_class", default="llm") != "llm":
         draft.lack(["model_class"], "vision", shown(draft.get("model_class")))
     for key in ("max_new_tokens", "temperature") if draft.stage != "rl" else ():

@@ -295,3 +295,18 @@ def test_values_in_quotes_within_a_variable_have_none() -> None:
 def test_the_last_rate_of_supervised_training_is_a_rate_or_a_share(more: str, floor: float) -> None:
     given = read(f"python3 -m verl.trainer.sft_trainer model.path=m optim.lr=1e-5 {more}")
     assert convert("verl", given).result["optimizer.min_lr"] == pytest.approx(floor)
+
+
+def test_constants_that_a_program_gives_later_count(tmp_path: Path) -> None:
+    text = "config = SFTConfig(max_length=512, learning_rate=1e-5)\ntraining_args.max_length = None\n"
+    text += "training_args.model_init_kwargs = dict(dtype=dtype)\nself.args = 1\n"
+    (tmp_path / "sft.py").write_text(text)
+    given = read_given([str(tmp_path / "sft.py")], {})
+    assert given.values == {"max_length": None, "learning_rate": 1e-5}
+    notes = convert("trl", given, 8).notes
+    assert any("theirs has no limit" in note for note in notes)
+
+
+def test_the_template_of_llamafactory_is_told() -> None:
+    notes = convert("llamafactory", Given({"stage": "sft", "model_name_or_path": "m", "template": "alpaca"}), 8).notes
+    assert any("alpaca" in note for note in notes)
