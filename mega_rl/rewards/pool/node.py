@@ -50,6 +50,11 @@ def machine() -> str:
     return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/mnt').st_ino}"
 
 
+def owners_of(machines: Sequence[str]) -> list[int]:
+    """The first rank of each machine; ``machines``: those of all ranks."""
+    return [rank for rank, machine in enumerate(machines) if machines.index(machine) == rank]
+
+
 def offer(pool: Pool, num_ranks: int) -> WorkerAddress:
     """Let so many other ranks use the pool, until they end or this process does."""
     home, key, stack = Scratch(), secrets.token_bytes(32), contextlib.ExitStack()
@@ -104,10 +109,21 @@ def _reading_within(connection: Any, limit_s: float) -> Iterator[None]:
         timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         both_ends.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
-    with socket.socket(fileno=os.dup(connection.fileno())) as both_ends:
+    with _socket_of(connection) as both_ends:
         limit(both_ends, limit_s)
         yield
         limit(both_ends, 0.0)  # none
+
+
+def end(connection: Any) -> None:
+    """End it for whoever reads it or writes to it, here and at its other end."""
+    with contextlib.suppress(OSError), _socket_of(connection) as both_ends:
+        both_ends.shutdown(socket.SHUT_RDWR)
+
+
+def _socket_of(connection: Any) -> socket.socket:
+    """Its socket under another number, which is closed by itself."""
+    return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def serve(connection: Any, pool: Pool, of_owned: Callable[[int], Future[Answers]] | None = None) -> None:
@@ -212,8 +228,7 @@ class RemotePool:
         return result
 
     def close(self) -> None:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as both_ends:
-            both_ends.shutdown(socket.SHUT_RDWR)
+        end(self._connection)
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too
