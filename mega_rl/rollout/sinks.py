@@ -6,7 +6,7 @@ engines in others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl import platform
-from mega_rl.bridge.mapping.live_check import difference
+from mega_rl.bridge.mapping.live_check import difference, whole_parameters
 from mega_rl.bridge.mapping.tensors import full_series, hf_tensors
 from mega_rl.bridge.mapping.tuning import AdapterPlan
 from mega_rl.bridge.mapping.vllm import vllm_series
@@ -23,7 +23,7 @@ from mega_rl.bridge.mapping.vllm_slots import slot_series
 from mega_rl.bridge.reshard.execute import Read, Transfer, TransferCount, write_into
 from mega_rl.bridge.reshard.plan import Layout, compile_plan
 from mega_rl.bridge.reshard.proof import Answer, Inspect, LoadProof, colocated
-from mega_rl.bridge.series import Series, slices_of
+from mega_rl.bridge.series import Series, having, slices_of
 from mega_rl.errors import InputError
 from mega_rl.models.shape import ModelShape
 from mega_rl.parallel.collectives import gather_objects, together
@@ -137,10 +137,13 @@ class ColocatedEngine(Protocol):
     def finish_update(self, version: int) -> None:
         """Use the new weights as ``version``."""
 
-    def sleep(self) -> None:
+    def sleep(self, rewritten: Collection[str] = ()) -> None:
         """Give device memory back; does nothing if the platform cannot.
 
         An engine that sleeps wakes in two parts, in this order, and samples only after both.
+
+        Args:
+            rewritten: parameters that the next update writes whole, so that their values need not be kept.
         """
 
     def wake_weights(self) -> None:
@@ -158,6 +161,7 @@ class InPlaceSink:
     def __init__(self, engine: ColocatedEngine, weights: SentWeights, engines: EngineLayout) -> None:
         self._engine, self._weights, self._engines = engine, weights, engines
         self._transfers: Transfers | None = None
+        self._rewritten: Collection[str] | None = None  # what every update but the first writes whole
 
     @property
     def weight_version(self) -> int:
@@ -187,7 +191,12 @@ class InPlaceSink:
         assert self._transfers is not None, "an update before connect"
         self._engine.wake_weights()
         self._engine.begin_update()
-        write = write_into(self._engine.parameters())
+        parameters = self._engine.parameters()
+        if self._rewritten is None:
+            series, changing = self.layout()[dist.get_rank()], self._weights.changing
+            sent = series if changing is None else having(series, changing)
+            self._rewritten = whole_parameters(parameters, slices_of(sent))
+        write = write_into(parameters)
         with torch.no_grad():
             transfer_count = self._transfers.next().run(read, write, self._weights.dtype)
         self._engine.finish_update(version)
@@ -197,7 +206,7 @@ class InPlaceSink:
         self._engine.wake_cache()
 
     def make_room(self) -> None:
-        self._engine.sleep()
+        self._engine.sleep(self._rewritten or ())
 
 
 class LoaderSink:

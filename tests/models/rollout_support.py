@@ -16,12 +16,12 @@ EOS = 0
 VOCAB = ["<eos>", "<unk>", *(chr(code) for code in range(32, 127))]  # 97 tokens: no multiple of what engines pad to
 
 
-def tiny_model(family: str, *, tied: bool, seed: int = 0) -> PreTrainedModel:
-    """A random float32 model with peaked logits, its norms and biases random too."""
+def tiny_model(family: str, *, tied: bool, seed: int = 0, **sizes: int) -> PreTrainedModel:
+    """A random float32 model with peaked logits, its norms and biases random too; ``sizes``: others than usual."""
     tokens = {"vocab_size": len(VOCAB), "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": EOS}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = ENGINE.new_model(family, **tokens, tie_word_embeddings=tied).eval()
+        model = ENGINE.new_model(family, **tokens, **sizes, tie_word_embeddings=tied).eval()
     perturb(model, seed, 0.1)
     return model
 

@@ -35,6 +35,7 @@ from tests.models.rollout_support import EOS, hf_logprobs, prompt, save, tiny_mo
 
 ON_NPU = os.environ["MEGA_RL_PLATFORM"] == "npu"
 SLEEPER = "qwen3_moe"  # vllm-ascend lets one engine of a process sleep
+WIDE_EXPERTS = {"moe_intermediate_size": 1536}  # above 1 MB each, so that nothing small lies beside them
 VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_num_seqs": 16} if ON_NPU else {}
 FOUND: dict[str, Any] = {}
 SECOND_END = 40  # a token that ends an answer beside EOS
@@ -48,7 +49,7 @@ def found(name: str, body: Callable[..., Any], *args: Any, **keys: Any) -> None:
         FOUND[name] = f"{type(error).__name__}: {error}"
 
 
-def slept(engine: VLLMEngine, update: Callable[..., float], *args: Any) -> float:
+def slept(engine: VLLMEngine, rewritten: Sequence[str], update: Callable[..., float], *args: Any) -> float:
     """The update of an engine that has been asleep, whose memory the device had back though it had work under way."""
     from torch import npu
 
@@ -56,13 +57,17 @@ def slept(engine: VLLMEngine, update: Callable[..., float], *args: Any) -> float
     num_ended = len(steps(engine, 4))
     _, tails = engine.interrupt()
     free = npu.mem_get_info()[0]
-    engine.sleep()
+    live = engine.parameters() if rewritten else {}
+    held = {name: live[name].clone() for name in rewritten}
+    engine.sleep(rewritten)
     freed = npu.mem_get_info()[0] - free
     for forbidden in (engine.begin_update, lambda: engine.submit(tails)):  # vLLM would write where no memory is
         with pytest.raises(AssertionError, match="sleep"):
             forbidden()
     engine.wake_weights()
     engine.wake_cache()
+    lost = {name for name, values in held.items() if not torch.equal(engine.parameters()[name], values)}
+    FOUND.setdefault("dropped", []).extend(sorted(lost))
     assert freed > VLLM["kv_cache_memory_bytes"], freed
     difference = update(*args)
     engine.submit(tails)
@@ -146,7 +151,7 @@ def sampled(engine: VLLMEngine) -> None:
 
 
 def family(name: str, directory: Path, tied: bool) -> None:
-    model = tiny_model(name, tied=tied)
+    model = tiny_model(name, tied=tied, **(WIDE_EXPERTS if name == SLEEPER else {}))
     path = save(model, directory / name)
     sleeps = {"enable_sleep_mode": name == SLEEPER} if ON_NPU else {}
     engine = checks.start(path, device_type=os.environ["MEGA_RL_PLATFORM"], vllm=VLLM | sleeps)
@@ -167,11 +172,22 @@ def family(name: str, directory: Path, tied: bool) -> None:
             "changed under way, kept", checks.kept_keys_and_values_show, model, path, VLLM | sleeps, device_type="npu"
         )
     if name == SLEEPER:
-        found(f"{name} slept, in place", slept, engine, checks.writes, engine, model, *where, 2, 18)
+        found(
+            f"{name} slept, in place",
+            slept,
+            engine,
+            list(engine.parameters()),
+            checks.writes,
+            engine,
+            model,
+            *where,
+            2,
+            18,
+        )
     engine.use_loader()
     found(f"{name} loader", checks.takes_weights, engine, model, 3, 19)
     if name == SLEEPER:
-        found(f"{name} slept, loader", slept, engine, checks.loads, engine, model, 4, 20)
+        found(f"{name} slept, loader", slept, engine, (), checks.loads, engine, model, 4, 20)
 
 
 def schema_of(operator: str) -> str:

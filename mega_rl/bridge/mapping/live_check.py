@@ -12,6 +12,17 @@ from mega_rl.bridge.slices import Slice, num_elements
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # ends of the names of parameters whose last rows are padding
 
 
+def whole_parameters(parameters: Mapping[str, Tensor], slices: Iterable[Slice]) -> frozenset[str]:
+    """The names of the parameters that are written to the last element: not those with rows of padding.
+
+    Args: as of ``difference``, which has found none.
+    """
+    covered: dict[str, int] = {}
+    for piece in slices:
+        covered[piece.local_name] = covered.get(piece.local_name, 0) + num_elements(piece.local_box)
+    return frozenset(name for name, size in covered.items() if size == parameters[name].numel())
+
+
 def difference(parameters: Mapping[str, Tensor], slices: Iterable[Slice], dtype: torch.dtype) -> str | None:
     """The first thing that keeps an update from being written in place; None if the slices describe all exactly.
 

@@ -5,7 +5,7 @@ vLLM is imported when an engine is constructed: its environment variables must b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +24,7 @@ from mega_rl.observe.heartbeat import HEART
 from mega_rl.rollout.engine import Request
 from mega_rl.rollout.requests import check_length, joined, resumed, text_of, trajectory_of_output, with_tail
 from mega_rl.rollout.temperature_probe import NUM_LOGPROBS
+from mega_rl.rollout.vllm.sleeping_memory import WEIGHTS
 from mega_rl.rollout.vllm.start.construction import construct
 from mega_rl.rollout.vllm.start.cpu_adjustments import plain_weights
 from mega_rl.rollout.vllm.start.environment import (
@@ -39,7 +40,7 @@ from mega_rl.rollout.vllm.weight_changes import WeightChanges
 from mega_rl.types import Trajectory
 
 PROBE = "probe"  # a request's name, where those of responses are numbers
-WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's tags of memory that sleeps
+CACHE = "kv_cache"  # vLLM's tag of memory that sleeps beside the weights
 
 
 class VLLMEngine:
@@ -329,14 +330,15 @@ class VLLMEngine:
         if self._sees:
             self._llm.llm_engine.reset_encoder_cache()
 
-    def sleep(self) -> None:
-        """Move the weights to host memory and drop the cache of keys and values.
+    def sleep(self, rewritten: Collection[str] = ()) -> None:
+        """Move the weights to host memory and drop the cache of keys and values, and what is rewritten.
 
-        Level 2, which would drop the weights too, is not used: vllm-ascend 0.23 keeps rotary tables in the same memory
-        pool but not among the model's buffers, and only buffers would come back.
+        Level 2, which would drop all of the weights, is not used: vllm-ascend 0.23 keeps rotary tables in the same
+        memory pool but not among the model's buffers, and only buffers would come back.
         """
         if self._can_sleep:
-            self._llm.sleep(level=1)
+            with self._call("receiver_dropped", rewritten) if rewritten else nullcontext():
+                self._llm.sleep(level=1)
             self._asleep = {WEIGHTS, CACHE}
 
     def wake_weights(self) -> None:

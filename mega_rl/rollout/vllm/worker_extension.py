@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from mega_rl.bridge.mapping.vllm_slots import Slots
+from mega_rl.rollout.vllm.sleeping_memory import dropped
 from mega_rl.rollout.vllm.start.adapter_slots import open_slots
 from mega_rl.rollout.vllm.start.cpu_routing import RoutingCapture
 from mega_rl.rollout.vllm.start.versions import live_parameters, parameter_name, undo_wake_up, use_logprobs_mode
@@ -27,6 +29,11 @@ class WeightReceiver:
     def receiver_parameters(self) -> dict[str, torch.Tensor]:
         """``live_parameters`` of this rank."""
         return live_parameters(self.model_runner.get_model())
+
+    def receiver_dropped(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """``dropped`` for live parameters of these names."""
+        parameters = self.receiver_parameters()
+        return dropped([parameters[name] for name in names], self.device.type)
 
     def receiver_set_up(self, logprobs_mode: str) -> None:
         """What the worker does not take from the engine's arguments by itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,7 @@ class Engine(VLLMEngine):
     def __init__(self, shape: ModelShape = SHAPE) -> None:
         self.live = loaded(shape)
         self.loaded: dict[str, torch.Tensor] = {}
+        self.dropped: list[set[str]] = []  # what need not be kept, of every sleep that was told so
         self.is_awake, self.has_cache, self._asleep = True, True, set()
         self._rollout, self._device_type, self._is_live, self._can_sleep = RolloutConfig(), "npu", True, True
         self._loaded, self._under_way, self._version, self._sees = None, {}, 0, False
@@ -100,6 +102,9 @@ class Engine(VLLMEngine):
 
     def _call(self, method: str, *args: Any) -> Any:
         assert self.is_awake, f"{method} of an engine that sleeps"
+        if method == "receiver_dropped":
+            self.dropped.append(set(args[0]))
+            return nullcontext()
         if method == "receiver_load":
             self.loaded |= {name: tensor.clone() for name, tensor in args[0]}
             return self._names
@@ -259,6 +264,26 @@ def test_engines_that_share_the_device_make_room_and_wake_for_the_next_update(ca
     assert case.engine is None or (case.engine.is_awake and not case.engine.has_cache)
     case.sink.begin_sampling()
     assert case.engine is None or case.engine.has_cache
+
+
+@pytest.mark.parametrize("changing", [None, frozenset({ODD})])
+def test_a_sleeping_engine_keeps_what_the_next_update_does_not_write(
+    one_rank: None, changing: frozenset[str] | None
+) -> None:
+    """Rows of padding are kept, which only the engine has written, and all that is not sent again."""
+    trainer, engine = Trainer(), Engine()
+    embedding = engine.live["model.embed_tokens.weight"]
+    engine.live["model.embed_tokens.weight"] = torch.cat([embedding, embedding[:1]])
+    sink = InPlaceSink(engine, replace(weights(), changing=changing), ENGINES)
+    sink.connect([trainer.slices])
+    sink.make_room()
+    assert engine.dropped == [], "nothing was written yet"
+    sink.update(trainer.read, 1)
+    sink.make_room()
+    expected = set(engine.live) - {"model.embed_tokens.weight"}
+    if changing is not None:
+        expected = {name for name in expected if name.endswith("mlp.down_proj.weight")}
+    assert engine.dropped == [expected]
 
 
 def choose(
