@@ -123,23 +123,6 @@ def column_sums(rows: list[list[float]]) -> list[float]:
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
-def told(found: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Rank 0's ``found``, on every rank, in its order of ``names``, of which it may lack some. Collective.
-
-    Args:
-        found: on rank 0; that of others is not looked at.
-        names: the same on every rank.
-    """
-    unknown = sorted(found.keys() - set(names))
-    assert not unknown, f"{unknown} are not among the names that the other ranks wait for"
-
-    def of_first(rows: list[list[float]]) -> list[float]:
-        return [number for name in names for number in (float(name in found), found.get(name, 0.0))]
-
-    row = reduced([], of_first, 2 * len(names))
-    return {name: value for name, is_there, value in zip(names, row[::2], row[1::2], strict=True) if is_there}
-
-
 def placed(own: Mapping[int, float], size: int) -> list[float]:
     """``size`` numbers of which each rank has some, by their places, and no two the same; on every rank. Collective."""
     found = torch.full((size,), -0.0, dtype=torch.float64)  # which added to any number leaves it as it is

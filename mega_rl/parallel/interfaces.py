@@ -65,7 +65,10 @@ def addresses_towards(host: str) -> tuple[str, str]:
     """
     for own, other in _ways_to(host):
         return own, other
-    raise InputError(f"no network interface of {socket.gethostname()} leads to {host}, which has the trainer's rank 0")
+    raise InputError(
+        f"no network interface of {socket.gethostname()} leads to {host}, which has the trainer's rank 0: start every "
+        "node with an address of the first one that all of them reach"
+    )
 
 
 def _name_is_loopback() -> bool:

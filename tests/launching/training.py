@@ -42,6 +42,7 @@ RUN_MARK = "MEGA_RL_TEST_RUN"
 STRUCK_FLEET = "tests/distributed/fleet/run_struck_fleet.py"
 STRUCK_LOG = "MEGA_RL_STRUCK_FLEET"  # the file that such a run writes its lines to
 # Over a world's RL: of runs whose engines are pretended.
+VALIDATION_GATE = "gates/validation_"  # how names of metrics begin that depend on which engine answered
 FLEET_SETTINGS = (
     "validation={test_freq: 2, val_before_train: true}",
     "rollout={placement: separate, n: 2, tensor_parallel_size: 1}",
@@ -191,6 +192,14 @@ def computed(metrics: Mapping[str, float]) -> dict[str, float]:
 def learnt(run: Path) -> dict[int, dict[str, float]]:
     """What depends on what was computed only, step by step."""
     return {step: computed(row) for step, row in metrics_of(run).items()}
+
+
+def whoever_answers(run: Path) -> dict[int, dict[str, float]]:
+    """``learnt``, without what is compared of engines that say who they are: those in this process do not."""
+    return {
+        step: {name: value for name, value in row.items() if not name.startswith(VALIDATION_GATE)}
+        for step, row in learnt(run).items()
+    }
 
 
 def sampled(run: Path) -> list[dict[str, object]]:

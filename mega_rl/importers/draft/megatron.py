@@ -19,7 +19,6 @@ SIZES = {
     "expert_model_parallel_size": "expert",
 }
 _MIXTURE = re.compile(r"\d+b[-_]?a\d+b|moe|mixtral|deepseek|kimi|moonlight|glm-?[45]\.", re.IGNORECASE)
-REGIONS = ("sequence", "microbatch")
 
 
 def layout(draft: Draft, section: str = "") -> None:

@@ -196,9 +196,9 @@ def objective(draft: Draft) -> None:
         draft.note(key, "same", f"not read by {kind} as it is set")
     _reduction(draft, kind)
     _kl(draft, kind)
-    frozen = has_critic(draft)
-    set_critic(draft, CRITIC, frozen, lr=5e-6, lam=0.95, clip=0.5, frozen=0)
-    _critic(draft, frozen)
+    is_on = has_critic(draft)
+    set_critic(draft, CRITIC, is_on, lr=5e-6, lam=0.95, clip=0.5, frozen=0)
+    _critic(draft, is_on)
     draft.set("algorithm.importance_cap", None)
 
 

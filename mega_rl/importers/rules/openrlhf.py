@@ -307,7 +307,7 @@ def rest(draft: Draft) -> None:
 
 def _staleness(draft: Draft) -> None:
     """A batch is sampled while the one before it is learnt from, and more of them wait where the queue is longer."""
-    keys = [key for key in ("train.async_enable", "train.partial_rollout_enable", "train.async_queue_size")]
+    keys = ["train.async_enable", "train.partial_rollout_enable", "train.async_queue_size"]
     if not draft.get(keys[0]):
         for key in keys:
             draft.note(key, "same", "off, as here")

@@ -301,7 +301,7 @@ def _staleness(draft: Draft) -> None:
             draft.notes.append("rollout.max_staleness: theirs has no limit; choose how many steps weights may be older")
     elif between > 1:
         draft.lack(["update_weights_interval"], "asynchronous", str(between))
-    if "fully_async" not in path and not path.endswith(("_rollout.generate_rollout", "")):
+    if path and "fully_async" not in path and not path.endswith("_rollout.generate_rollout"):
         draft.lack([key], "own_code", shown(path))
     for name in keys_of("staleness"):
         draft.note(name, "same", "as it is here")

@@ -46,9 +46,10 @@ def _state(engine: MegatronEngine) -> dict[str, Any]:
     engine.offload.to_device()
     with engine.in_its_groups():
         engine.collect_weights()
+        own = _weights(engine)
     ensure_state(engine.optimizer)
     return {
-        "weights": {name: one.tensor for name, one in _weights(engine).items() if one.is_kept},
+        "weights": {name: one.tensor for name, one in own.items() if one.is_kept},
         "optimizer": _optimizer_state(engine),
         "steps": _steps(engine),
         "lr_schedule": engine.lr_schedule.state_dict(),

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -47,6 +48,11 @@ def machine() -> str:
     except OSError:  # hidden in some containers
         boot = ""
     return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/mnt').st_ino}"
+
+
+def owners_of(machines: Sequence[str]) -> list[int]:
+    """The first rank of each machine; ``machines``: those of all ranks."""
+    return [rank for rank, machine in enumerate(machines) if machines.index(machine) == rank]
 
 
 def offer(pool: Pool, num_ranks: int) -> WorkerAddress:
@@ -86,12 +92,38 @@ def _let_in(
 def knows(connection: Any, key: bytes) -> bool:
     """Whether the other side of a new connection has shown the key; if so it is let in."""
     try:
-        if connection.poll(GREETING_S) and secrets.compare_digest(connection.recv_bytes(len(key)), key):
+        with _reading_within(connection, GREETING_S):
+            is_right = secrets.compare_digest(connection.recv_bytes(len(key)), key)
+        if is_right:
             connection.send_bytes(WELCOME)
-            return True
-    except (OSError, EOFError):  # it ended, or sent something longer
-        pass
-    return False
+        return is_right
+    except (OSError, EOFError):  # it ended, fell silent, or sent something longer
+        return False
+
+
+@contextlib.contextmanager
+def _reading_within(connection: Any, limit_s: float) -> Iterator[None]:
+    """Inside, bytes that do not come for so long raise OSError, also in the middle of a message."""
+
+    def limit(both_ends: socket.socket, seconds: float) -> None:
+        timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        both_ends.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+
+    with _socket_of(connection) as both_ends:
+        limit(both_ends, limit_s)
+        yield
+        limit(both_ends, 0.0)  # none
+
+
+def end(connection: Any) -> None:
+    """End it for whoever reads it or writes to it, here and at its other end."""
+    with contextlib.suppress(OSError), _socket_of(connection) as both_ends:
+        both_ends.shutdown(socket.SHUT_RDWR)
+
+
+def _socket_of(connection: Any) -> socket.socket:
+    """Its socket under another number, which is closed by itself."""
+    return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def serve(connection: Any, pool: Pool, of_owned: Callable[[int], Future[Answers]] | None = None) -> None:
@@ -196,8 +228,7 @@ class RemotePool:
         return result
 
     def close(self) -> None:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as both_ends:
-            both_ends.shutdown(socket.SHUT_RDWR)
+        end(self._connection)
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # then `_receive` finds the end of the connection too

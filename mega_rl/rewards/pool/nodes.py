@@ -6,7 +6,6 @@ Owners show a key, and the rank that they connect to never unpacks what they ans
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import threading
@@ -19,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mega_rl.rewards.pool.dispatch import PoolError
-from mega_rl.rewards.pool.node import WELCOME_S, RemotePool, introduce, knows, loss, serve
+from mega_rl.rewards.pool.node import WELCOME_S, RemotePool, end, introduce, knows, loss, serve
 from mega_rl.rewards.pool.pool import Answers, Pool
 
 LOOPBACK = "127.0.0.1", "localhost", "::1"
@@ -96,7 +95,7 @@ def lend(
             "nodes of a run reach each other's ports"
         ) from error
     threading.Thread(target=serve, args=(connection, pool, of_owned), daemon=True).start()
-    return partial(_end, connection)
+    return partial(end, connection)
 
 
 def listen(is_here: bool) -> socket.socket:
@@ -116,11 +115,6 @@ def connection_of(connected: socket.socket) -> Any:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ALIVE_S)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * ALIVE_S)
     return Connection(connected.detach())
-
-
-def _end(connection: Any) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as both_ends:
-        both_ends.shutdown(socket.SHUT_RDWR)
 
 
 class PoolOfNodes:

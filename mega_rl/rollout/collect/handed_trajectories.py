@@ -110,8 +110,7 @@ def open_owners(own: Callable[[Trajectory], int]) -> tuple[HandedTrajectories | 
     Returns:
         What this rank takes, and all addresses.
     """
-    machines, rank = gather_objects(node.machine()), dist.get_rank()
-    owners = [other for other, name in enumerate(machines) if machines.index(name) == other]
+    owners, rank = node.owners_of(gather_objects(node.machine())), dist.get_rank()
     if len(owners) == 1:
         return None, ()
     taken: HandedTrajectories | None = None

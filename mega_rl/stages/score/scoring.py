@@ -73,8 +73,7 @@ def share_nodes(scorer: Scorer, trajectory_store: TrajectoryStore) -> None:
     Raises:
         InputError: nodes do not reach each other.
     """
-    machines = gather_objects(node.machine())
-    owners = [rank for rank, machine in enumerate(machines) if machines.index(machine) == rank]
+    owners = node.owners_of(gather_objects(node.machine()))
     if len(owners) == 1 or scorer.pool is None:
         return
     rank, pools, own_pool = dist.get_rank(), None, scorer.pool

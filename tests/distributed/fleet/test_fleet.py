@@ -23,11 +23,13 @@ from tests.launching.training import (
     FLEET_SETTINGS,
     PINNED_TWO,
     STRUCK_FLEET,
+    VALIDATION_GATE,
     TinyWorld,
     learnt,
     metrics_of,
     sampled,
     steps_saved,
+    whoever_answers,
 )
 from tests.pretended.struck_fleet import LOG, Told, go
 
@@ -78,7 +80,7 @@ def validated(run: Path) -> dict[int, dict[str, float]]:
 
 
 def without_validation(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if not name.startswith("val-")}
+    return {name: value for name, value in row.items() if not name.startswith(("val-", VALIDATION_GATE))}
 
 
 def died(launched: Launched) -> int:
@@ -239,7 +241,7 @@ def test_real_processes_that_are_killed_and_stopped_change_nothing(
         assert running.wait(300) != 0 and workers
     command = (sys.executable, STRUCK_FLEET, "pretended", *arguments)
     run(command, env={**alone, "MASTER_PORT": str(free_port())}).check()
-    assert learnt(tmp_path / "struck") == learnt(calm_fleet)
+    assert whoever_answers(tmp_path / "struck") == whoever_answers(calm_fleet)
     rows = sampled(tmp_path / "struck")
     assert rows == sampled(calm_fleet)
     assert {len(row["prompt"].get("images", ())) for row in rows} == {0, 1, 2}  # type: ignore[attr-defined]

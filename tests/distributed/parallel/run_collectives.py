@@ -35,7 +35,6 @@ from mega_rl.parallel.collectives import (
     smallest,
     summed,
     together,
-    told,
     told_numbers,
     work_shared,
 )
@@ -77,7 +76,6 @@ def figures_are_those_of_all_ranks() -> None:
     given = {place: math.nan if place == 3 else values[place] for place in range(rank, 24, size) if place < size}
     found = placed(given, size)
     assert found[:3] + found[4:] == values[:3] + values[4:] and math.isnan(found[3])
-    assert told({"b": 2.5, "a": -0.0} if rank == 0 else {}, ["a", "b", "c"]) == {"a": 0.0, "b": 2.5}
     rows = numbers_to_first([values[rank]] * (rank % 3))
     assert rows == ([[values[other]] * (other % 3) for other in range(size)] if rank == 0 else [])
     assert told_numbers([0.1, -2] if rank == 0 else [9.0]) == [0.1, -2] and told_numbers([]) == []

@@ -193,6 +193,19 @@ python3 -m openrlhf.cli.train_ppo_ray "${ARGS[@]}"
 """
 
 
+@pytest.mark.parametrize(
+    ("path", "became"),
+    [
+        ("slime.rollout.sglang_rollout.generate_rollout", "same"),
+        ("slime.rollout.sft_rollout.generate_rollout", "same"),
+        ("my_project.sampling.generate", "none"),
+    ],
+)
+def test_own_sampling_of_slime_is_no_key(path: str, became: str) -> None:
+    given = {"rollout_function_path": path, "rollout_batch_size": 8, "colocate": True}
+    assert convert("slime", Given(given), 8).outcomes["rollout_function_path"].became == became
+
+
 def test_numbers_of_an_array_are_values_and_no_programs(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(ARRAY)

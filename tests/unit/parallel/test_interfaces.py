@@ -120,5 +120,7 @@ def test_this_host() -> None:
 def test_both_ends_of_the_way_to_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, "127.0.1.1", {"10.7.0.1": "10.7.0.2"}, eth0=["10.7.0.2"])
     assert addresses_towards("10.7.0.1") == ("10.7.0.2", "10.7.0.1")
-    with pytest.raises(InputError, match="no network interface of node7 leads to 10.8.0.1"):
+    with pytest.raises(
+        InputError, match="no network interface of node7 leads to 10.8.0.1, .*: start every node with an address"
+    ):
         addresses_towards("10.8.0.1")

@@ -24,7 +24,7 @@ from mega_rl.bridge.mapping.tensors import hf_tensors
 from mega_rl.bridge.slices import indices
 from mega_rl.config.schema.learning import CriticConfig
 from mega_rl.config.schema.stage import critic_parallel
-from mega_rl.megatron.checkpoint import checkpoint
+from mega_rl.megatron.checkpoint import checkpoint, local_state
 from mega_rl.megatron.checkpoint.saving import CheckpointWriter
 from mega_rl.megatron.engine import MegatronEngine, Optimization
 from mega_rl.megatron.groups import Groups
@@ -144,6 +144,12 @@ def check(case: Case, own: Case, layout: ParallelLayout, directory: Path) -> Non
     assert all(torch.equal(tensor, weights[name]) for name, tensor in whole(own_engine).items())
     again = step(alone, packed, tokens)[1]
     assert again == first, (again, first)
+    copy, kept = local_state.to_bytes(actor, {}), whole(own_engine)
+    own_engine.offload.to_device()
+    after = step(alone, packed, tokens)[1]
+    local_state.from_bytes(actor, copy)  # of what the critic's ranks share, as its layout has them
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in whole(own_engine).items())
+    assert step(alone, packed, tokens)[1] == after
     actor.companions = {"critic": engine}  # a checkpoint goes on at another layout of the critic too
     checkpoint.load(checkpoint.directory_of(root, 1), actor)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in whole(engine).items())

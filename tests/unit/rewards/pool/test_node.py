@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from collections.abc import Iterator
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import pytest
 
+from mega_rl.rewards.pool import node
 from mega_rl.rewards.pool.dispatch import PoolError
 from mega_rl.rewards.pool.node import WorkerAddress, _path_of, offer, reach
+from mega_rl.rewards.pool.nodes import connection_of, listen
 from mega_rl.rewards.pool.pool import WorkerPool
 from mega_rl.rewards.pool.process import FORGED
 from mega_rl.rewards.pool.worker import GARBLED
@@ -54,6 +58,27 @@ def test_whoever_has_no_key_is_not_let_in(pool: WorkerPool) -> None:
     assert [remote.submit([right(2.0)]).result(timeout=60) for remote in remotes] == [[[2.0]]] * 2
     for remote in remotes:
         remote.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"\n", b"\0\0\0\x20half"])
+def test_who_falls_silent_before_the_key_is_whole_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(node, "GREETING_S", 0.05)
+    with listen(is_here=True) as listener, socket.create_connection(listener.getsockname()) as stranger:
+        stranger.sendall(said)
+        with connection_of(listener.accept()[0]) as connection:
+            assert not node.knows(connection, bytes(32))
+    with listen(is_here=True) as listener, connection_of(socket.create_connection(listener.getsockname())) as friend:
+        friend.send_bytes(bytes(32))
+        with connection_of(listener.accept()[0]) as connection:
+            assert node.knows(connection, bytes(32)), "who has the key is let in"
+            assert struct.unpack("@ll", _receiving_limit(connection)) == (0, 0), "and may be silent from then on"
+
+
+def _receiving_limit(connection: Connection) -> bytes:
+    with socket.socket(fileno=os.dup(connection.fileno())) as both_ends:
+        return both_ends.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
 
 
 def test_what_ends_the_workers_is_told_to_the_other_ranks(pool: WorkerPool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.launching.launch import run
-from tests.launching.training import FLEET_SETTINGS, PINNED_TWO, TinyWorld, learnt, sampled
+from tests.launching.training import FLEET_SETTINGS, PINNED_TWO, TinyWorld, sampled, whoever_answers
 
 pytest.importorskip("ray", reason="engines in other processes need Ray: install mega_rl[separate]")
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def test_nodes_that_go_and_come_change_nothing(
     weights_reach_each_node_once(nodes, lines)
     (added,) = re.findall("^ADDED (.*)$", launched.stdout, re.MULTILINE)
     assert [engine["engine"] for engine in json.loads(added)["engines"]] == [0, 1, 2]
-    assert learnt(output) == learnt(calm_fleet) and sampled(output) == sampled(calm_fleet)
+    assert whoever_answers(output) == whoever_answers(calm_fleet) and sampled(output) == sampled(calm_fleet)
 
 
 def engines_are_where_there_is_room(nodes: dict[str, str], lines: list[dict[str, Any]]) -> None:
