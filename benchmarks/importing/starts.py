@@ -35,7 +35,7 @@ from tools import train
 # Sizes that all published layouts divide; only config.json is read.
 SIZES: dict[str, Any] = {
     "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 64, "num_hidden_layers": 192,
-    "intermediate_size": 4096, "vocab_size": 131072, "max_position_embeddings": 1 << 21, "hidden_act": "silu",
+    "intermediate_size": 4096, "vocab_size": 262144, "max_position_embeddings": 1 << 21, "hidden_act": "silu",
 }  # fmt: skip
 EXPERTS = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "norm_topk_prob": True,
            "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 64}  # fmt: skip

@@ -43,6 +43,14 @@ NAMES = ("trainer.output_dir", "logging.")  # keys of ours that name a run and c
 FIRST = "stage"  # the rule that says what is run, on which the meaning of other keys depends
 
 
+def _without_held_out(draft: Draft) -> None:
+    """Theirs validate nothing where they are given no held-out data, whatever the frequency."""
+    frequency = draft.result.get("validation.test_freq", -1)
+    if frequency > 0 and not draft.result.get("data.val_files"):
+        draft.result["validation.test_freq"] = -1
+        draft.notes.append(f"validation.test_freq: -1 for {frequency}, as no held-out data is named (data.val_files)")
+
+
 def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Draft:
     """A configuration of ours, with the outcome of every key of theirs.
 
@@ -72,6 +80,7 @@ def convert(neighbour: str, given: Given, num_devices: int | None = None) -> Dra
         for key in ("trainer.total_epochs", "total_train_epochs"):
             draft.outcomes.pop(key, None)
             draft.note(key, "same", "not read, as the number of steps is given")
+    _without_held_out(draft)
     for key in given.values:
         if entries[key] is None:
             draft.note(key, "unknown", "no key that the table knows: look it up and set it by hand")

@@ -299,6 +299,9 @@ def _staleness(draft: Draft) -> None:
         draft.set("rollout.max_staleness", between, ["update_weights_interval"])
         if fully:
             draft.notes.append("rollout.max_staleness: theirs has no limit; choose how many steps weights may be older")
+        if draft.result.get("algorithm.importance_cap", 2.0) is None:
+            draft.result["algorithm.importance_cap"] = 2.0
+            draft.notes.append("algorithm.importance_cap: 2, as samples of older weights need importance weights here")
     elif between > 1:
         draft.lack(["update_weights_interval"], "asynchronous", str(between))
     if path and "fully_async" not in path and not path.endswith("_rollout.generate_rollout"):

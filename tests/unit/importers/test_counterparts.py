@@ -267,3 +267,17 @@ def test_a_variable_of_python_under_an_earlier_name_is_no_value(tmp_path: Path) 
     draft = convert("trl", read_given([str(program)], {}), 8)
     assert refused(draft) == {"lora_r", "lora_target_modules"}
     assert draft.result["tuning.adapter.targets"] == ["q_proj", "v_proj"]
+
+
+def test_asynchronous_training_of_slime_gets_importance_weights(tmp_path: Path) -> None:
+    command = "python train_async.py --prompt-data data/a.jsonl --rollout-batch-size 8 --n-samples-per-prompt 4"
+    for more, cap in (("", 2.0), (" --use-tis --tis-clip 1.5", 1.5)):
+        script = tmp_path / "run.sh"
+        script.write_text(command + more)
+        draft = convert("slime", read_given([str(script)], {}))
+        assert draft.result["rollout.max_staleness"] == 1 and draft.result.get("algorithm.importance_cap", 2.0) == cap
+
+
+def test_a_frequency_without_held_out_data_validates_nothing() -> None:
+    draft = imported("llamafactory", {"stage": "sft", "dataset": "a", "eval_steps": 50, "eval_strategy": "steps"})
+    assert draft.result["validation.test_freq"] == -1 and any("for 50" in note for note in draft.notes)
