@@ -472,9 +472,10 @@ def keys_of_machine(row: Recipe, other: Recipe) -> set[str]:
     """In which recipes differ that run elsewhere: always in the directory, and one on Ascend in these."""
     if ("910" in row.machine) == ("910" in other.machine):
         return {"trainer.output_dir"}
-    return {"trainer.output_dir", "platform.name"} | (
-        {"rollout.vllm.enforce_eager"} if row.load().trainer.stage == "rl" else set()
-    )
+    on_ascend = next(one.load() for one in (row, other) if "910" in one.machine)
+    features = {f"platform.mindspeed.features.{name}" for name in on_ascend.platform.mindspeed.features}
+    eager = {"rollout.vllm.enforce_eager"} if on_ascend.trainer.stage == "rl" else set()
+    return {"trainer.output_dir", "platform.name"} | features | eager
 
 
 # File for one machine -> the keys in which it differs besides from the file without the machine in its name.
