@@ -38,10 +38,10 @@ Told = TypeVar("Told")
 
 
 @dataclass(frozen=True)
-class PromptGroup:
-    """All trajectories of one prompt, by sample number, and their scores."""
+class FleetGroup:
+    """All responses to one prompt, by sample number, and their scores; engines may have handed them to their owners."""
 
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[Response, ...]
     scores: tuple[Score, ...]
 
     @property
@@ -51,16 +51,10 @@ class PromptGroup:
 
 
 @dataclass(frozen=True)
-class FleetGroup:
-    """The same of a fleet, whose engines may have handed the trajectories to the ranks that own them."""
+class PromptGroup(FleetGroup):
+    """One whose tokens are all here."""
 
-    trajectories: tuple[Response, ...]
-    scores: tuple[Score, ...]
-
-    @property
-    def num_turns(self) -> tuple[int, ...]:
-        """Of the model, in every sample."""
-        return tuple(map(_num_turns, self.trajectories))
+    trajectories: tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ def to_score(config: RunConfig, trajectory: Scored) -> Scored:
     return replace(trajectory, episode=without_reward(episode))
 
 
-def teaches(algorithm: AlgorithmConfig, group: PromptGroup | GroupSummary | FleetGroup) -> bool:
+def teaches(algorithm: AlgorithmConfig, group: FleetGroup | GroupSummary) -> bool:
     """Whether the rewards of a group differ; dynamic sampling replaces it if they do not."""
     if algorithm.credit == "turn":
         return has_signal_by_turn(group.scores, group.num_turns, algorithm.turn_discount)
